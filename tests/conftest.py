@@ -1,0 +1,37 @@
+"""What holds for every test: a quiet CPU, no hub, and the meaning of the marks `gpu` and `slow`.
+
+The environment is set here, above any import of torch, because OpenMP and the hub client read it
+once, when they are loaded.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads sleep: spinning ones starve
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # the test's own process on a machine of few cores
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the network is no test of ours
+
+import functools
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--slow`."""
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what this machine or this order leaves out."""
+    for item in items:
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="gpu: torch sees no CUDA or ROCm device"))
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    """Whether torch, which only the gpu tests make us import here, sees a device."""
+    import torch
+
+    return torch.cuda.is_available()
