@@ -1,0 +1,1 @@
+"""PEFT adapters attached by role, and proof that they learn."""

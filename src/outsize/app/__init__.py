@@ -1,0 +1,1 @@
+"""The one place that knows all parts: recipe to objects, prepare, train, compare."""

@@ -1,0 +1,1 @@
+"""What every other package may rely on; standard library only."""

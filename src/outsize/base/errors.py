@@ -1,0 +1,64 @@
+"""One error class per thing a caller would do differently, and the exit code of each.
+
+A message says what happened with the measured value, why it matters, and the smallest remedy. Anything else that
+escapes is a defect of ours and ends with Python's traceback and exit code 1.
+"""
+
+from __future__ import annotations
+
+EXIT_COMPLETED = 0
+EXIT_STOPPED = 3  # the run was asked to stop, saved its state and can be resumed
+
+
+class OutsizeError(Exception):
+    """An error the user can act on; printed without a traceback."""
+
+    exit_code = 10
+
+
+class RecipeError(OutsizeError):
+    """The recipe is wrong: correct the file."""
+
+    exit_code = 2
+
+
+class DoesNotFit(OutsizeError):  # noqa: N818 - reads as the claim it makes
+    """The plan needs more memory than the machine has: take the named change."""
+
+    exit_code = 4
+
+
+class SourceError(OutsizeError):
+    """The checkpoint, tokenizer or picture that was pointed to is missing or not what it should be."""
+
+    exit_code = 5
+
+
+class StoreBroken(OutsizeError):  # noqa: N818
+    """A prepared store or cache entry is torn or was altered: prepare again."""
+
+    exit_code = 6
+
+
+class FormatError(OutsizeError):
+    """A tensor cannot be held in the format asked for."""
+
+    exit_code = 7
+
+
+class NotFinite(OutsizeError):  # noqa: N818
+    """A loss or gradient stopped being a number; the run stopped before the update."""
+
+    exit_code = 8
+
+
+class AdapterError(OutsizeError):
+    """The adapter matched nothing, learns nothing, or a file does not fit the model."""
+
+    exit_code = 9
+
+
+class MachineFault(OutsizeError):  # noqa: N818
+    """The machine did not do what it promised: out of memory, no such device, a dead driver."""
+
+    exit_code = 11

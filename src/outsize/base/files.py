@@ -1,0 +1,112 @@
+"""Files that are either the old or the new, never torn: temporary name, fsync, rename, fsync of the parent.
+
+Works the same on Windows, where a folder cannot be fsynced (NTFS journals the rename) and a file that is open cannot be
+replaced (so nothing here keeps one open).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TEMPORARY = ".tmp-"  # a name with this in it is never read, and may be deleted by the next writer
+
+
+def sync_file(path: Path) -> None:
+    """Force a written file to disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Force a folder's entries to disk, where the system can (not on Windows)."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A fresh name beside `path`, on the same file system, that readers ignore."""
+    return path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:12]}")
+
+
+def commit_file(written: Path, target: Path) -> None:
+    """Make a fully written temporary file the target: fsync, rename over, fsync of the parent."""
+    sync_file(written)
+    os.replace(written, target)
+    sync_folder(target.parent)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = temporary_beside(path)
+    try:
+        written.write_bytes(content)
+        commit_file(written, path)
+    except BaseException:
+        written.unlink(missing_ok=True)
+        raise
+
+
+def write_json_atomically(path: Path, value: Any) -> None:  # noqa: ANN401 - any JSON value
+    """Write JSON whole or not at all, readable by people."""
+    write_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+@contextlib.contextmanager
+def folder_committed_to(target: Path) -> Iterator[Path]:
+    """Give a temporary folder to fill; when the block ends it becomes `target`, with every file fsynced.
+
+    Raises: FileExistsError when the target is already there. An error inside the block leaves nothing behind.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = temporary_beside(target)
+    folder.mkdir()
+    try:
+        yield folder
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                sync_file(path)
+            else:
+                sync_folder(path)
+        sync_folder(folder)
+        if target.exists():
+            raise FileExistsError(f"{target} is already there")
+        os.rename(folder, target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Delete what killed writers left behind; call only while holding the folder's lock."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_digest(value: Any) -> str:  # noqa: ANN401
+    """SHA-256 of a JSON value in canonical form (sorted keys, no spaces), hexadecimal."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,50 @@
+"""The journal: what happened, one JSON object a line, appended and flushed as it happens.
+
+Every line has `time` (seconds since 1970), `elapsed_s` (since the journal was opened) and `event`. A line torn by a
+kill is skipped by readers; it can only be the last one of a process.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """An append-only JSONL file of events."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._start = time.monotonic()
+        needs_newline = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+        self._file = path.open("a", encoding="utf-8", newline="\n")
+        if needs_newline:
+            self._file.write("\n")
+
+    def write(self, event: str, /, **values: Any) -> None:  # noqa: ANN401 - any JSON values
+        """Append one event and hand it to the system at once."""
+        line = {"time": round(time.time(), 3), "elapsed_s": round(time.monotonic() - self._start, 3), "event": event}
+        self._file.write(json.dumps(line | values, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; further writes are errors."""
+        self._file.close()
+
+
+def read_journal(path: Path) -> Iterator[dict[str, Any]]:
+    """Events of a journal in order, torn lines left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(event, dict):
+                yield event

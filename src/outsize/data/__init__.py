@@ -1,0 +1,1 @@
+"""Pictures, captions, buckets, content-addressed caches, and the pure schedule of batches."""

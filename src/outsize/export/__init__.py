@@ -1,0 +1,1 @@
+"""Adapters in the forms other programs read."""

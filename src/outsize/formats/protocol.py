@@ -1,0 +1,58 @@
+"""What a format is: a frozen matrix in few bits, and nothing about names or files.
+
+A plug-in file binds `plugin` to a frozen dataclass whose fields are the options a recipe may set; an instance is a
+Format. Its module imports without torch: plan asks for sizes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from outsize.base.catalogue import Catalogue
+from outsize.base.parts import Part
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+FORMATS = Catalogue("outsize.formats", "format")
+
+
+class Encoder(Protocol):
+    """Takes a matrix by slabs of whole rows, in order, and gives its parts."""
+
+    def push(self, rows_NK: Tensor) -> None:
+        """Encode the next rows, on the device where they are."""
+
+    def finish(self) -> dict[str, Tensor]:
+        """The parts, equal to what one push of the whole matrix would give."""
+
+
+class Format(Protocol):
+    """A frozen matrix in few bits."""
+
+    def describe(self) -> dict[str, Any]:
+        """Name, options and code version as JSON values: goes into store keys and manifests."""
+
+    def supports(self, shape: tuple[int, ...]) -> bool:
+        """Whether a matrix of this shape can be held (K a multiple of the group, say)."""
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """The stored tensors of a matrix of this shape, in order."""
+
+    def encoder(self, shape: tuple[int, ...]) -> Encoder:
+        """A fresh encoder for one matrix (N, K)."""
+
+    def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The matrix (N, K) in `dtype`, on the parts' device; the fastest kernel there, the same values everywhere."""
+
+
+def make_format(name: str, options: Mapping[str, Any] | None = None) -> Format:
+    """The format of that name with those options.
+
+    Raises: RecipeError for an unknown name, option or value.
+    """
+    from outsize.formats._options import build_with_options  # noqa: PLC0415 - keeps protocol free of checks
+
+    return build_with_options(name, FORMATS.load(name), options or {})

@@ -1,0 +1,1 @@
+"""What a recipe will cost, where and why, from shape tables alone."""

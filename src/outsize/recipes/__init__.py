@@ -1,0 +1,1 @@
+"""What a person asks for: frozen, strict, hashed, the same in file and memory."""

@@ -1,0 +1,1 @@
+"""The run folder: recipe, plan, journal, checkpoints, state; nothing that is not on disk."""

@@ -1,0 +1,1 @@
+"""Pictures from a base with and without its adapter, and their comparison."""

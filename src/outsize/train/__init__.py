@@ -1,0 +1,1 @@
+"""The loop, the optimisers and their exact resumption."""

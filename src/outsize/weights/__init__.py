@@ -1,0 +1,1 @@
+"""Checkpoint files in, prepared base out: positioned reads, stores by block, host-memory budget."""
