@@ -1,0 +1,285 @@
+"""The recipe: what a person asks for, the same in the file and in memory.
+
+Frozen and strict: an unknown key, a number written as text or a bad value is refused, never repaired. Defaults stand
+here and nowhere else, and none depends on the machine. Every field carries its meaning, so `outsize recipe --explain`
+prints this file and cannot drift from it. Names of plug-ins (families, formats, optimizers, placements) are plain text
+here: recipes rank below them, so `plan` checks them against the catalogues.
+
+Reading YAML, with line numbers, is `load.py`'s work.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_serializer, model_validator
+
+from outsize.base.files import json_digest
+from outsize.recipes.section import AsTuple, Bytes, Count, FilePath, Section, Seed, Text
+from outsize.recipes.training import AdapterChoice, TimestepChoice, TrainChoice
+
+__all__ = [
+    "AdapterChoice",
+    "BaseChoice",
+    "CheckpointChoice",
+    "CompareChoice",
+    "ComponentChoice",
+    "DataChoice",
+    "FormatChoice",
+    "PictureSet",
+    "PlacementChoice",
+    "Recipe",
+    "TimestepChoice",
+    "TrainChoice",
+]
+
+# Windows keeps these names for devices, with any ending; a run folder must exist on every system.
+_WINDOWS_DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9_-])?")
+
+# Numbers do not change what is learned when only these parts of a recipe differ.
+_WITHOUT_EFFECT_ON_NUMBERS = ("name", "placement", "checkpoints", "compare", "runs", "cache")
+
+
+class FormatChoice(Section):
+    """A format by name with its options; in the file `nf4` or `{name: nf4, group: 64}`."""
+
+    name: Text = Field(description="Name of the format (a file in outsize/formats).")
+    options: dict[str, str | int | float | bool | None] = Field(
+       default= default_factory=dict, description="Options of the format, written beside its name."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_short_form(cls, value: object) -> object:
+        if isinstance(value, str):
+            return {"name": value}
+        if isinstance(value, dict) and not isinstance(value.get("options"), dict):
+            options = {key: item for key, item in value.items() if key != "name"}
+            return {"name": value["name"], "options": options} if "name" in value else value
+        return value
+
+    @model_serializer(mode="plain")
+    def _to_short_form(self) -> dict[str, Any]:
+        return {"name": self.name, **self.options}
+
+
+class ComponentChoice(Section):
+    """Where one text encoder or image codec comes from and how it is held."""
+
+    source: Text | None = Field(
+        default=None,
+        description="Folder, file or hub id of this part; null: the base's source, in the part's own sub-folder.",
+    )
+    revision: Text | None = Field(
+        default=None, description="Branch, tag or commit when the source is a hub id; null: the newest."
+    )
+    format: FormatChoice | None = Field(
+        default=None,
+        description="Format of its matrices; null: the base's for text encoders, none for image codecs.",
+    )
+
+
+class BaseChoice(Section):
+    """The frozen model that is trained on."""
+
+    family: Text = Field(description="Architecture (a file in outsize/families), as in flux2.")
+    variant: Text = Field(description="Size or edition of the architecture, as in dev or klein-4b.")
+    source: Text = Field(
+       default= description="Folder or file on this machine, or hub id, with the weights; nothing is changed there."
+    )
+    revision: Text | None = Field(
+        default=None, description="Branch, tag or commit when the source is a hub id; null: the newest."
+    )
+    format: FormatChoice = Field(
+        default=FormatChoice(name="nf4"),
+        description="How frozen matrices are held: a name, or {name: nf4, group: 64} with options.",
+    )
+    components: Annotated[dict[str, ComponentChoice], Field()] = Field(
+       default= default_factory=dict,
+        description="Other choices for a text encoder or image codec, by slot (text_encoder, vae, ...).",
+    )
+
+    def component(self, slot: str) -> ComponentChoice:
+        """The choice for one slot; all null when the recipe does not speak of it."""
+        return self.components.get(slot, ComponentChoice())
+
+    def component_format(self, slot: str, kind: Literal["text", "image"]) -> FormatChoice:
+        """The format of one conditioner; image codecs are small and stay as they are unless the recipe says."""
+        chosen = self.component(slot).format
+        if chosen is not None:
+            return chosen
+        return self.format if kind == "text" else FormatChoice(name="plain")
+
+
+class PictureSet(Section):
+    """One folder of captioned pictures."""
+
+    folder: FilePath = Field(description="Folder of pictures, searched with its sub-folders.")
+    caption_extension: Text = Field(
+        default=".txt", description="Ending of the caption file beside each picture of the same name."
+    )
+    trigger: Text | None = Field(
+        default=None, description="Word put before every caption of this set, to call the subject by."
+    )
+    default_caption: Text | None = Field(
+        default=None,
+        description="Caption of pictures without a caption file; null: such a picture is an error.",
+    )
+    share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of all samples drawn from this set; null: what other sets leave, by number of pictures.",
+    )
+    loss_weight: float = Field(default=1.0, gt=0, description="Factor on the loss of this set's samples.")
+    is_regularisation: bool = Field(
+       default= default=False, description="True for other subjects, shown so that they do not change."
+    )
+
+
+class DataChoice(Section):
+    """What is learned from."""
+
+    resolution: int = Field(
+        default=1024,
+        ge=16,
+        le=8192,
+        description="Pictures are scaled to about this many pixels squared, in aspect buckets.",
+    )
+    caption_dropout: float = Field(
+        default=0.05, ge=0, le=1, description="Share of samples trained with an empty caption."
+    )
+    sets: Annotated[tuple[PictureSet, ...], AsTuple] = Field(
+       default= min_length=1, description="Folders of pictures; at least one."
+    )
+
+    @model_validator(mode="after")
+    def _shares_leave_room(self) -> Self:
+        shares = [one.share for one in self.sets if one.share is not None]
+        total = math.fsum(shares)
+        is_all = len(shares) == len(self.sets)
+        if (is_all and not math.isclose(total, 1)) or (not is_all and total >= 1):
+            wanted = (
+                "must add up to 1"
+                if is_all
+                else "must leave something (< 1) to the sets without one"
+            )
+            raise ValueError(f"the shares of the sets add up to {total:g} but {wanted}")
+        return self
+
+
+class PlacementChoice(Section):
+    """Where the frozen blocks lie while training; changes no number."""
+
+    kind: Text = Field(
+        default="auto",
+        description="resident (on the device), stream (copied in block by block), or auto (as planned).",
+    )
+    slots: int = Field(
+        default=3, ge=2, le=64, description="Blocks that the device holds at once when streaming."
+    )
+    resident_bytes: Bytes | None = Field(
+        default=None,
+        description="Blocks kept on the device while others stream, as in '4 GiB'; null: none.",
+    )
+
+
+class CheckpointChoice(Section):
+    """What is saved on the way."""
+
+    every: Count = Field(
+        default=250, description="Steps between checkpoints; the last step is always saved."
+    )
+    keep: Count = Field(default=3, description="Newest checkpoints kept.")
+
+
+class CompareChoice(Section):
+    """What `outsize compare` renders, with the adapter and without."""
+
+    prompts: Annotated[tuple[Text, ...], AsTuple] = Field(
+        default=(), description="Prompts for what was learned; none: captions of the training set."
+    )
+    controls: Annotated[tuple[Text, ...], AsTuple] = Field(
+        default=(), description="Prompts whose pictures must not change."
+    )
+    seeds: Annotated[tuple[Seed, ...], AsTuple] = Field(
+        default=(0,), min_length=1, description="Seeds; every prompt is rendered with each."
+    )
+    steps: Count | None = Field(default=None, description="Sampling steps; null: the family's own.")
+    guidance: float | None = Field(default=None, ge=0, description="Guidance; null: the family's own.")
+    width: Count | None = Field(default=None, description="Pixels; null: data.resolution.")
+    height: Count | None = Field(default=None, description="Pixels; null: data.resolution.")
+
+
+class Recipe(Section):
+    """Everything a person asks for."""
+
+    name: str = Field(description="Names the run folder: letters, digits, '.', '_' and '-'.")
+    base: BaseChoice = Field(description="The frozen model that is trained on.")
+    data: DataChoice = Field(description="What is learned from.")
+    adapter: AdapterChoice = Field(
+       default= default_factory=AdapterChoice, description="What is trained: a low-rank adapter."
+    )
+    train: TrainChoice = Field(default_factory=TrainChoice, description="How it is trained.")
+    placement: PlacementChoice = Field(
+       default= default_factory=PlacementChoice,
+        description="Where the frozen blocks lie while training; changes no number.",
+    )
+    checkpoints: CheckpointChoice = Field(
+       default= default_factory=CheckpointChoice, description="What is saved on the way."
+    )
+    compare: CompareChoice = Field(
+       default= default_factory=CompareChoice,
+        description="What `outsize compare` renders, with the adapter and without.",
+    )
+    runs: FilePath = Field(default=Path("runs"), description="Folder of run folders.")
+    cache: FilePath | None = Field(
+        default=None, description="Folder of prepared stores and caches; null: this user's cache folder."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, value: str) -> str:
+        if not _FOLDER_NAME.fullmatch(value) or _WINDOWS_DEVICES.fullmatch(value):
+            raise ValueError(
+                "must name a folder on every system: 1 to 100 letters, digits, '.', '_' or '-', "
+                "not beginning or ending with '.' or beginning with '-', and no device name such as 'con'"
+            )
+        return value
+
+    def to_json(self) -> dict[str, Any]:
+        """The recipe as JSON values; `load.recipe_from_json` reads it back."""
+        return self.model_dump(mode="json")
+
+    def digest(self) -> str:
+        """SHA-256 over everything asked for, hexadecimal."""
+        return json_digest(self.to_json())
+
+    def numbers_digest(self) -> str:
+        """SHA-256 over what decides the numbers of a step: equal for recipes that may resume each other.
+
+        Left out: name, folders, placement, checkpoints, compare, and train.steps (how far, not how).
+        """
+        kept = {
+            key: value
+            for key, value in self.to_json().items()
+            if key not in _WITHOUT_EFFECT_ON_NUMBERS
+        }
+        kept["train"] = {key: value for key, value in kept["train"].items() if key != "steps"}
+        return json_digest(kept)
+
+    def cache_folder(self) -> Path:
+        """Folder of stores and caches, the user's own one unless the recipe says."""
+        if self.cache is not None:
+            return self.cache
+        import platformdirs
+
+        return Path(platformdirs.user_cache_dir("outsize", appauthor=False))
+
+    def run_folder(self) -> Path:
+        """Folder of this recipe's run."""
+        return self.runs / self.name
