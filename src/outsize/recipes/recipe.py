@@ -49,7 +49,7 @@ class FormatChoice(Section):
 
     name: Text = Field(description="Name of the format (a file in outsize/formats).")
     options: dict[str, str | int | float | bool | None] = Field(
-       default= default_factory=dict, description="Options of the format, written beside its name."
+        default_factory=dict, description="Options of the format, written beside its name."
     )
 
     @model_validator(mode="before")
@@ -75,7 +75,8 @@ class ComponentChoice(Section):
         description="Folder, file or hub id of this part; null: the base's source, in the part's own sub-folder.",
     )
     revision: Text | None = Field(
-        default=None, description="Branch, tag or commit when the source is a hub id; null: the newest."
+        default=None,
+        description="Branch, tag or commit when the source is a hub id; null: the newest.",
     )
     format: FormatChoice | None = Field(
         default=None,
@@ -89,17 +90,18 @@ class BaseChoice(Section):
     family: Text = Field(description="Architecture (a file in outsize/families), as in flux2.")
     variant: Text = Field(description="Size or edition of the architecture, as in dev or klein-4b.")
     source: Text = Field(
-       default= description="Folder or file on this machine, or hub id, with the weights; nothing is changed there."
+        description="Folder or file on this machine, or hub id, with the weights; nothing is changed there."
     )
     revision: Text | None = Field(
-        default=None, description="Branch, tag or commit when the source is a hub id; null: the newest."
+        default=None,
+        description="Branch, tag or commit when the source is a hub id; null: the newest.",
     )
     format: FormatChoice = Field(
         default=FormatChoice(name="nf4"),
         description="How frozen matrices are held: a name, or {name: nf4, group: 64} with options.",
     )
     components: Annotated[dict[str, ComponentChoice], Field()] = Field(
-       default= default_factory=dict,
+        default_factory=dict,
         description="Other choices for a text encoder or image codec, by slot (text_encoder, vae, ...).",
     )
 
@@ -120,10 +122,12 @@ class PictureSet(Section):
 
     folder: FilePath = Field(description="Folder of pictures, searched with its sub-folders.")
     caption_extension: Text = Field(
-        default=".txt", description="Ending of the caption file beside each picture of the same name."
+        default=".txt",
+        description="Ending of the caption file beside each picture of the same name.",
     )
     trigger: Text | None = Field(
-        default=None, description="Word put before every caption of this set, to call the subject by."
+        default=None,
+        description="Word put before every caption of this set, to call the subject by.",
     )
     default_caption: Text | None = Field(
         default=None,
@@ -135,9 +139,11 @@ class PictureSet(Section):
         le=1,
         description="Share of all samples drawn from this set; null: what other sets leave, by number of pictures.",
     )
-    loss_weight: float = Field(default=1.0, gt=0, description="Factor on the loss of this set's samples.")
+    loss_weight: float = Field(
+        default=1.0, gt=0, description="Factor on the loss of this set's samples."
+    )
     is_regularisation: bool = Field(
-       default= default=False, description="True for other subjects, shown so that they do not change."
+        default=False, description="True for other subjects, shown so that they do not change."
     )
 
 
@@ -154,7 +160,7 @@ class DataChoice(Section):
         default=0.05, ge=0, le=1, description="Share of samples trained with an empty caption."
     )
     sets: Annotated[tuple[PictureSet, ...], AsTuple] = Field(
-       default= min_length=1, description="Folders of pictures; at least one."
+        min_length=1, description="Folders of pictures; at least one."
     )
 
     @model_validator(mode="after")
@@ -210,7 +216,9 @@ class CompareChoice(Section):
         default=(0,), min_length=1, description="Seeds; every prompt is rendered with each."
     )
     steps: Count | None = Field(default=None, description="Sampling steps; null: the family's own.")
-    guidance: float | None = Field(default=None, ge=0, description="Guidance; null: the family's own.")
+    guidance: float | None = Field(
+        default=None, ge=0, description="Guidance; null: the family's own."
+    )
     width: Count | None = Field(default=None, description="Pixels; null: data.resolution.")
     height: Count | None = Field(default=None, description="Pixels; null: data.resolution.")
 
@@ -222,23 +230,24 @@ class Recipe(Section):
     base: BaseChoice = Field(description="The frozen model that is trained on.")
     data: DataChoice = Field(description="What is learned from.")
     adapter: AdapterChoice = Field(
-       default= default_factory=AdapterChoice, description="What is trained: a low-rank adapter."
+        default_factory=AdapterChoice, description="What is trained: a low-rank adapter."
     )
     train: TrainChoice = Field(default_factory=TrainChoice, description="How it is trained.")
     placement: PlacementChoice = Field(
-       default= default_factory=PlacementChoice,
+        default_factory=PlacementChoice,
         description="Where the frozen blocks lie while training; changes no number.",
     )
     checkpoints: CheckpointChoice = Field(
-       default= default_factory=CheckpointChoice, description="What is saved on the way."
+        default_factory=CheckpointChoice, description="What is saved on the way."
     )
     compare: CompareChoice = Field(
-       default= default_factory=CompareChoice,
+        default_factory=CompareChoice,
         description="What `outsize compare` renders, with the adapter and without.",
     )
     runs: FilePath = Field(default=Path("runs"), description="Folder of run folders.")
     cache: FilePath | None = Field(
-        default=None, description="Folder of prepared stores and caches; null: this user's cache folder."
+        default=None,
+        description="Folder of prepared stores and caches; null: this user's cache folder.",
     )
 
     @field_validator("name")

@@ -39,7 +39,9 @@ class TimestepChoice(Section):
         description="shifted: logit-normal, moved by resolution as the family samples; the others: unmoved.",
     )
     mean: float = Field(default=0.0, description="Mean of the normal under the logit.")
-    std: float = Field(default=1.0, gt=0, description="Standard deviation of the normal under the logit.")
+    std: float = Field(
+        default=1.0, gt=0, description="Standard deviation of the normal under the logit."
+    )
 
 
 class TrainChoice(Section):
@@ -51,21 +53,30 @@ class TrainChoice(Section):
     optimizer: Text = Field(
         default="adamw", description="adamw (fp32 state) or adamw8bit (a quarter of the state)."
     )
-    learning_rate: float = Field(default=1.0e-4, gt=0, description="Step size after warm-up; constant.")
+    learning_rate: float = Field(
+        default=1.0e-4, gt=0, description="Step size after warm-up; constant."
+    )
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], AsTuple
-    ] = Field(default=(0.9, 0.999), description="Decay of the running mean and of the running square.")
+    ] = Field(
+        default=(0.9, 0.999), description="Decay of the running mean and of the running square."
+    )
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
-    epsilon: float = Field(default=1e-8, gt=0, description="Added to the root of the running square.")
-    warmup_steps: int = Field(default=0, ge=0, description="Updates over which the step size rises from 0.")
+    epsilon: float = Field(
+        default=1e-8, gt=0, description="Added to the root of the running square."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Updates over which the step size rises from 0."
+    )
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="Largest norm of the whole gradient; null: not clipped."
     )
     seed: Seed = Field(
-        default=0, description="Fixes every random choice: batch, crop, noise, noise level, dropout."
+        default=0,
+        description="Fixes every random choice: batch, crop, noise, noise level, dropout.",
     )
     timesteps: TimestepChoice = Field(
-       default= default_factory=TimestepChoice, description="How the noise level of each sample is drawn."
+        default_factory=TimestepChoice, description="How the noise level of each sample is drawn."
     )
     guidance: float | None = Field(
         default=None,
