@@ -48,12 +48,14 @@ class Layout:
     """The naming of one kind of file for one family.
 
     prefixes: what may stand before every key, tried in order ("" and "model.diffusion_model." say). No rules: the file
-    uses our names.
+    uses our names. lora_names: what an adapter for files of this kind calls its factors A and B, so that every client
+    finds them (some clients read only one of the two spellings under these names).
     """
 
     name: str
     rules: tuple[Rule, ...] = ()
     prefixes: tuple[str, ...] = ("",)
+    lora_names: tuple[str, str] = ("lora_A", "lora_B")
 
     @cached_property
     def _compiled(self) -> tuple[tuple[re.Pattern[str], Rule], ...]:
@@ -72,6 +74,19 @@ class Layout:
                 return rule, rule.theirs.format(**match.groupdict())
         raise KeyError(ours)
 
+    @cached_property
+    def _compiled_theirs(self) -> tuple[tuple[re.Pattern[str], Rule], ...]:
+        return tuple((_pattern(rule.theirs), rule) for rule in self.rules)
+
+    def ours_of(self, theirs: str) -> tuple[str, ...]:
+        """Our tensors whose rows lie in one tensor of a file (without prefix), in the order of the rules; () if none."""
+        if not self.rules:
+            return (theirs,)
+        found = ((pattern.fullmatch(theirs), rule) for pattern, rule in self._compiled_theirs)
+        return tuple(
+            rule.ours.format(**match.groupdict()) for match, rule in found if match is not None
+        )
+
     def slabs(self, ours: str) -> tuple[Slab, ...]:
         """Where the rows of one of our tensors lie, in our order (without prefix)."""
         rule, theirs = self.rule_of(ours)
@@ -88,4 +103,7 @@ class Layout:
             needed = {self.rule_of(name)[1] for name in ours}
         except KeyError:
             return None
-        return next((prefix for prefix in self.prefixes if all(prefix + key in keys for key in needed)), None)
+        return next(
+            (prefix for prefix in self.prefixes if all(prefix + key in keys for key in needed)),
+            None,
+        )
