@@ -26,9 +26,11 @@ class Catalogue:
         """Names of all plug-ins, sorted, without importing them."""
         path = importlib.import_module(self.package).__path__
         found = (module.name for module in pkgutil.iter_modules(path))
-        return tuple(sorted(name for name in found if name != "protocol" and not name.startswith("_")))
+        return tuple(
+            sorted(name for name in found if name != "protocol" and not name.startswith("_"))
+        )
 
-    def load(self, name: str) -> Any:  # noqa: ANN401 - the caller's package knows the protocol and casts
+    def load(self, name: str) -> Any:
         """Import a plug-in and return its `plugin`.
 
         Raises: RecipeError naming the nearest existing plug-in when there is none of that name.

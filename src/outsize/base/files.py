@@ -44,7 +44,7 @@ def temporary_beside(path: Path) -> Path:
 def commit_file(written: Path, target: Path) -> None:
     """Make a fully written temporary file the target: fsync, rename over, fsync of the parent."""
     sync_file(written)
-    os.replace(written, target)
+    written.replace(target)
     sync_folder(target.parent)
 
 
@@ -60,7 +60,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-def write_json_atomically(path: Path, value: Any) -> None:  # noqa: ANN401 - any JSON value
+def write_json_atomically(path: Path, value: Any) -> None:
     """Write JSON whole or not at all, readable by people."""
     write_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
@@ -71,6 +71,8 @@ def folder_committed_to(target: Path) -> Iterator[Path]:
 
     Raises: FileExistsError when the target is already there. An error inside the block leaves nothing behind.
     """
+    if target.exists():
+        raise FileExistsError(f"{target} is already there")
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = temporary_beside(target)
     folder.mkdir()
@@ -82,9 +84,7 @@ def folder_committed_to(target: Path) -> Iterator[Path]:
             else:
                 sync_folder(path)
         sync_folder(folder)
-        if target.exists():
-            raise FileExistsError(f"{target} is already there")
-        os.rename(folder, target)
+        folder.rename(target)
         sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -106,7 +106,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def json_digest(value: Any) -> str:  # noqa: ANN401
+def json_digest(value: Any) -> str:
     """SHA-256 of a JSON value in canonical form (sorted keys, no spaces), hexadecimal."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()

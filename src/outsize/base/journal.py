@@ -20,14 +20,20 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._start = time.monotonic()
-        needs_newline = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+        needs_newline = (
+            path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+        )
         self._file = path.open("a", encoding="utf-8", newline="\n")
         if needs_newline:
             self._file.write("\n")
 
-    def write(self, event: str, /, **values: Any) -> None:  # noqa: ANN401 - any JSON values
+    def write(self, event: str, /, **values: Any) -> None:
         """Append one event and hand it to the system at once."""
-        line = {"time": round(time.time(), 3), "elapsed_s": round(time.monotonic() - self._start, 3), "event": event}
+        line = {
+            "time": round(time.time(), 3),
+            "elapsed_s": round(time.monotonic() - self._start, 3),
+            "event": event,
+        }
         self._file.write(json.dumps(line | values, ensure_ascii=False) + "\n")
         self._file.flush()
 

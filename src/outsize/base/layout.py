@@ -1,6 +1,6 @@
 """How a checkpoint file names and fuses what a shape table lists: rules as data.
 
-A rule says where the rows of one of our tensors lie in their file: the whole tensor, one of n equal row slabs of a
+A rule says where the rows of one of our tensors lie in their file: the whole tensor, one or more of n equal row slabs of a
 fused one (qkv), or two halves in swapped order. Reading, and writing adapters for other clients, use the same rules.
 """
 
@@ -16,14 +16,17 @@ from functools import cached_property
 class Rule:
     """`ours` lies in `theirs`; braces hold indices, as in "transformer_blocks.{i}.attn.to_q.weight".
 
-    part: (k, n) when ours is the k-th of n equal row slabs of theirs. is_swapped: theirs holds our two row halves in
-    the other order.
+    part: (k, n) when ours begins at the k-th of n equal row slabs of theirs; span: how many of them it takes.
+    is_swapped: theirs holds our two row halves in the other order. ones: how many dimensions of size 1 theirs has after
+    ours (a linear that they write as a 1x1 convolution has two).
     """
 
     ours: str
     theirs: str
     part: tuple[int, int] = (0, 1)
     is_swapped: bool = False
+    span: int = 1
+    ones: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Layout:
         rule, theirs = self.rule_of(ours)
         k, n = rule.part
         if not rule.is_swapped:
-            return (Slab(theirs, (k, n), (k + 1, n)),)
+            return (Slab(theirs, (k, n), (k + rule.span, n)),)
         assert rule.part == (0, 1), "a swapped tensor is never also a slab"
         return Slab(theirs, (1, 2), (1, 1)), Slab(theirs, (0, 1), (1, 2))
 

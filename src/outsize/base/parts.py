@@ -34,6 +34,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes as stored."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 

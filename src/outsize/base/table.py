@@ -39,6 +39,7 @@ class TensorSpec:
 
     @property
     def num_elements(self) -> int:
+        """How many numbers it holds."""
         return math.prod(self.shape)
 
     @property
@@ -65,14 +66,17 @@ class ShapeTable:
 
     @property
     def by_name(self) -> dict[str, TensorSpec]:
+        """All specs by tensor name."""
         return {spec.name: spec for spec in self.specs}
 
     @property
     def num_blocks(self) -> int:
+        """Streaming units; 0 when nothing streams."""
         return 1 + max((spec.block for spec in self.specs if spec.block is not None), default=-1)
 
     @property
     def num_parameters(self) -> int:
+        """Numbers in all tensors but buffers."""
         return sum(spec.num_elements for spec in self.specs if spec.role != "buffer")
 
     def of_block(self, block: int | None) -> tuple[TensorSpec, ...]:

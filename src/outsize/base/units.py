@@ -27,7 +27,9 @@ def parse_bytes(text: str) -> int:
     """
     match = _PATTERN.fullmatch(text)
     if match is None or match[2].lower() not in _FACTORS:
-        raise RecipeError(f"{text!r} is not a size; write a number with a unit, as in '24GiB' or '16 GB'")
+        raise RecipeError(
+            f"{text!r} is not a size; write a number with a unit, as in '24GiB' or '16 GB'"
+        )
     return int(float(match[1]) * _FACTORS[match[2].lower()])
 
 

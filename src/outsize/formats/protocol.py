@@ -44,7 +44,9 @@ class Format(Protocol):
     def encoder(self, shape: tuple[int, ...]) -> Encoder:
         """A fresh encoder for one matrix (N, K)."""
 
-    def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def decode(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
         """The matrix (N, K) in `dtype`, on the parts' device; the fastest kernel there, the same values everywhere."""
 
 
@@ -55,4 +57,5 @@ def make_format(name: str, options: Mapping[str, Any] | None = None) -> Format:
     """
     from outsize.formats._options import build_with_options  # noqa: PLC0415 - keeps protocol free of checks
 
-    return build_with_options(name, FORMATS.load(name), options or {})
+    made: Format = build_with_options(name, FORMATS.load(name), options or {})
+    return made

@@ -1,11 +1,14 @@
 """What a placement is: a block's packed bytes are on the device while the block runs, within stated bytes.
 
-It never changes a number. A sweep runs blocks 0..n-1; a training step is one sweep up and one down again, each block
-acquired once per direction (recompute and backward share the second acquisition).
+It never changes a number. A forward sweep runs blocks 0..n-1; a training sweep goes up and down again, each block
+acquired once per direction (recompute and backward share the second acquisition). A plug-in binds `plugin` to a
+factory `(settings: PlacementSettings) -> Placement`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from outsize.base.catalogue import Catalogue
@@ -13,21 +16,46 @@ from outsize.base.catalogue import Catalogue
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from outsize.devices.protocol import Device
+
 PLACEMENTS = Catalogue("outsize.placement", "placement")
 Sweep = Literal["forward", "train"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSettings:
+    """What every placement is made from.
+
+    sizes: streamed bytes of each block's packet. resident: blocks that stay on the device in any case. slots: device
+    buffers that streamed blocks share.
+    """
+
+    device: Device
+    sizes: Sequence[int]
+    resident: frozenset[int] = frozenset()
+    slots: int = 3
 
 
 class Placement(Protocol):
     """Holds the packets of all blocks."""
 
+    def put(self, block: int, packet: Tensor) -> None:
+        """Take a block's bytes (uint8, host, only lent) while loading."""
+
     def begin(self, sweep: Sweep) -> None:
-        """Say in which order blocks will be acquired from now on; repeated until the next call."""
+        """Say in which order blocks will be acquired from now on, over and over."""
 
     def acquire(self, block: int) -> Tensor:
-        """The block's packet, uint8 on the device, valid for work queued on the current stream until release."""
+        """The packet, uint8 on the device, valid for work queued on the current stream until release."""
 
     def release(self, block: int) -> None:
         """Say that all work reading the packet is queued."""
+
+    def device_bytes(self) -> int:
+        """Device memory held for blocks."""
+
+    def host_bytes(self) -> int:
+        """Host memory held for blocks."""
 
     def close(self) -> None:
         """Give all memory back."""

@@ -1,0 +1,99 @@
+"""Is the adapter alive? Watched over the first steps: a gradient must reach every tensor, the delta must leave zero.
+
+At the first step B is zero, so A's gradient is zero by construction; from the second on both must be non-zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from outsize.base.errors import AdapterError, NotFinite
+
+WATCHED_UPDATES = 5  # updates after which a tensor that never had a gradient is called dead
+
+
+class HealthWatch:
+    """Looks at the gradients of the first updates after a start, then costs nothing."""
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+        self._silent: set[str] | None = None
+
+    def look(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+        """Look at one update's gradients; after the last watched one, the names that never got any.
+
+        Raises: AdapterError when a tensor is not part of the graph at all, or all are silent.
+        """
+        if self._num_seen >= WATCHED_UPDATES:
+            return []
+        detached = [name for name, one in parameters.items() if one.grad is None]
+        if detached:
+            raise AdapterError(
+                f"no gradient reaches {len(detached)} of {len(parameters)} adapter tensors, "
+                f"{detached[0]} for one: the model does not use them; name other roles in the recipe"
+            )
+        norms = torch._foreach_norm(
+            [one.grad for one in parameters.values() if one.grad is not None]
+        )  # noqa: SLF001 - no public form
+        silent = {
+            name
+            for name, norm in zip(parameters, torch.stack(norms).tolist(), strict=True)
+            if norm == 0
+        }
+        self._silent = silent if self._silent is None else self._silent & silent
+        self._num_seen += 1
+        if self._num_seen < WATCHED_UPDATES:
+            return []
+        if len(self._silent) == len(parameters):
+            raise AdapterError(
+                f"every adapter gradient was zero for {WATCHED_UPDATES} updates: the loss does not depend on the adapter"
+            )
+        return sorted(self._silent)
+
+
+def require_finite(
+    loss: float, parameters: Mapping[str, nn.Parameter], norm: float, step: int
+) -> None:
+    """Refuse an update by a loss or gradient that is no number.
+
+    Raises: NotFinite naming the loss, or the first tensors whose gradients are not finite.
+    """
+    if loss - loss != 0:  # inf and nan
+        raise NotFinite(
+            f"the loss of step {step} is {loss}; the adapter was not updated and the last checkpoint is good. "
+            "Lower learning_rate, or look at the pictures of this step in journal.jsonl"
+        )
+    if norm - norm != 0:
+        names = [
+            name
+            for name, one in parameters.items()
+            if one.grad is not None and not one.grad.isfinite().all()
+        ]
+        raise NotFinite(
+            f"the gradients of {len(names)} adapter tensors are not finite at step {step}, first "
+            f"{', '.join(names[:3])}; the adapter was not updated. Lower learning_rate or set clip_norm"
+        )
+
+
+def require_delta(norms: Mapping[str, float]) -> list[str]:
+    """Names of modules whose delta is still zero.
+
+    Raises: AdapterError when all are: the training had no effect.
+    """
+    zero = [path for path, norm in norms.items() if norm == 0]
+    if len(zero) == len(norms):
+        raise AdapterError(
+            f"the delta of all {len(norms)} adapted modules is still zero: training changed nothing. "
+            "Raise learning_rate or the number of steps"
+        )
+    return zero
+
+
+def as_fp32(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Detached fp32 copies on the host, for norms and files."""
+    return {
+        name: one.detach().to("cpu", torch.float32, copy=True) for name, one in parameters.items()
+    }

@@ -1,0 +1,36 @@
+"""What CUDA and ROCm share: ROCm builds of torch answer to torch.cuda as well, with faults of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TorchGpu:
+    """A card behind torch.cuda."""
+
+    kind: str
+    torch_device: torch.device
+    compute_dtype: torch.dtype = torch.bfloat16
+    copies_asynchronously: bool = True
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()

@@ -1,0 +1,57 @@
+"""The host's processor: always present, computes in fp32.
+
+bf16 products are a hundred times slower than fp32 on processors without bf16 units (measured: 256x3072x3072 backward
+11.1 s against 0.155 s), so the compute type is fp32 whatever the weights are stored in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The processor as a device."""
+
+    kind: str = "cpu"
+    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    compute_dtype: torch.dtype = torch.float32
+    copies_asynchronously: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"CPU, {torch.get_num_threads()} threads"
+
+    def synchronize(self) -> None:
+        """Nothing is ever queued."""
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        """The host's memory is watched elsewhere."""
+
+    def free_bytes(self) -> int:
+        return int(psutil.virtual_memory().available)
+
+    def release_cached(self) -> None:
+        """The system's allocator keeps no cache of ours."""
+
+
+class CpuKind:
+    """The plug-in."""
+
+    rank = 0
+
+    def is_present(self) -> bool:
+        return True
+
+    def open(self, index: int = 0) -> Cpu:
+        assert index == 0, "there is one processor"
+        return Cpu()
+
+
+plugin = CpuKind()

@@ -1,0 +1,86 @@
+"""What a device is: where tensors compute, in which type, and what its allocator says.
+
+Nothing outside this folder asks for CUDA by name. A plug-in binds `plugin` to a factory with `is_present()`, `rank`
+(the highest present one is taken) and `open(index)`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from outsize.base.catalogue import Catalogue
+from outsize.base.errors import MachineFault
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICES = Catalogue("outsize.devices", "device")
+
+
+class Device(Protocol):
+    """One place to compute."""
+
+    @property
+    def name(self) -> str:
+        """What people call it: "NVIDIA H200", "CPU, 2 threads"."""
+
+    @property
+    def kind(self) -> str:
+        """Name of its plug-in."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where its tensors live."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Type of activations: bf16 where it is fast, else fp32."""
+
+    @property
+    def copies_asynchronously(self) -> bool:
+        """Whether copies from pinned host memory overlap with compute (streams and events exist)."""
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+
+    def peak_bytes(self) -> int:
+        """Most device memory held by tensors since reset_peak; 0 where the host's memory is the device's."""
+
+    def reset_peak(self) -> None:
+        """Start measuring the peak anew."""
+
+    def free_bytes(self) -> int:
+        """Device memory that can still be taken."""
+
+    def release_cached(self) -> None:
+        """Give unused memory of the allocator back, between stages."""
+
+
+class DeviceKind(Protocol):
+    """A plug-in of this folder."""
+
+    @property
+    def rank(self) -> int:
+        """Preference when several are present: the highest wins."""
+
+    def is_present(self) -> bool:
+        """Whether torch, as installed, can use such a device here."""
+
+    def open(self, index: int = 0) -> Device:
+        """The index-th device of this kind."""
+
+
+def open_device(kind: str | None = None, index: int = 0) -> Device:
+    """The device of that kind, or of the best kind present.
+
+    Raises: MachineFault when the kind asked for is not present; RecipeError when there is no such kind.
+    """
+    if kind is not None:
+        chosen: DeviceKind = DEVICES.load(kind)
+        if not chosen.is_present():
+            raise MachineFault(
+                f"no {kind} device can be used by the installed torch; leave --device out to take the best one"
+            )
+        return chosen.open(index)
+    kinds: list[DeviceKind] = [DEVICES.load(name) for name in DEVICES.names()]
+    return max((one for one in kinds if one.is_present()), key=lambda one: one.rank).open(index)

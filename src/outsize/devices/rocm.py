@@ -1,0 +1,23 @@
+"""AMD cards through the ROCm build of torch. Not verified on hardware."""
+
+from __future__ import annotations
+
+import torch
+
+from outsize.devices._torch_gpu import TorchGpu
+
+
+class RocmKind:
+    """The plug-in."""
+
+    rank = 20
+
+    def is_present(self) -> bool:
+        return torch.version.hip is not None and torch.cuda.is_available()
+
+    def open(self, index: int = 0) -> TorchGpu:
+        # torch's own name for an AMD card's device type is "cuda" too
+        return TorchGpu("rocm", torch.device("cuda", index))
+
+
+plugin = RocmKind()

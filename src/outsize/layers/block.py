@@ -1,0 +1,122 @@
+"""A block's forward under one acquisition of its weights, and one more for recompute and backward together.
+
+A step goes up the blocks and down again. Going up, a block is acquired, run without a graph and released; only its
+inputs are kept. Going down, it is acquired once, run again with a graph, and differentiated, before it is released: so
+a streamed block crosses the bus twice per step, never three times.
+
+Arguments are flattened to tensors and the rest, since autograd sees only tensors that are passed one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Bound(Protocol):
+    """Gives a block its weights and takes them away."""
+
+    def acquire(self, block: int) -> None:
+        """Bind the block's packed weights."""
+
+    def release(self, block: int) -> None:
+        """Unbind them; the bytes may be overwritten by work queued later."""
+
+
+class BlockCall(torch.autograd.Function):
+    """Run a block without a graph; in backward run it again with one, under a single acquisition."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        bound: Bound,
+        block: int,
+        run: Callable[[tuple[Tensor, ...]], Any],
+        _anchor: Tensor,
+        *tensors: Tensor,
+    ) -> Any:
+        ctx.bound, ctx.block, ctx.run = bound, block, run
+        ctx.save_for_backward(*tensors)
+        bound.acquire(block)
+        with torch.no_grad():
+            out = run(tensors)
+        bound.release(block)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[4:]
+        inputs = tuple(
+            saved.detach().requires_grad_(need)
+            for saved, need in zip(ctx.saved_tensors, needed, strict=True)
+        )
+        ctx.bound.acquire(ctx.block)
+        with torch.enable_grad():
+            out = ctx.run(inputs)
+        outs = out if isinstance(out, tuple) else (out,)
+        pairs = [
+            (one, grad)
+            for one, grad in zip(outs, grads, strict=True)
+            if grad is not None and one.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
+        ctx.bound.release(ctx.block)
+        return (None, None, None, None, *(one.grad for one in inputs))
+
+
+def flatten(value: Any, tensors: list[Tensor]) -> Any:
+    """Move every tensor in nested tuples, lists and dicts into `tensors`; give the skeleton that is left."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: flatten(one, tensors) for key, one in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(flatten(one, tensors) for one in value)
+    return value
+
+
+def unflatten(skeleton: Any, tensors: tuple[Tensor, ...]) -> Any:
+    """Put the tensors back where `flatten` took them from."""
+    if isinstance(skeleton, _Place):
+        return tensors[skeleton.index]
+    if isinstance(skeleton, dict):
+        return {key: unflatten(one, tensors) for key, one in skeleton.items()}
+    if type(skeleton) in (tuple, list):
+        return type(skeleton)(unflatten(one, tensors) for one in skeleton)
+    return skeleton
+
+
+class _Place:
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def wrap_block(module: nn.Module, block: int, bound: Bound) -> None:
+    """Replace a block module's forward, in place, by one that acquires its weights around every run."""
+    inner = module.forward
+    anchor = torch.zeros((), requires_grad=True)  # asks autograd for a backward when no input does
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tensors: list[Tensor] = []
+        skeleton = flatten((args, kwargs), tensors)
+
+        def run(given: tuple[Tensor, ...]) -> Any:
+            args, kwargs = unflatten(skeleton, given)
+            return inner(*args, **kwargs)
+
+        if torch.is_grad_enabled():
+            call: Callable[..., Any] = BlockCall.apply
+            return call(bound, block, run, anchor, *tensors)
+        bound.acquire(block)
+        out = run(tuple(tensors))
+        bound.release(block)
+        return out
+
+    module.forward = forward

@@ -1,0 +1,79 @@
+"""A linear whose frozen weight is packed bytes: decoded for a product, never kept.
+
+`FrozenLinear` is an nn.Linear to everybody else (PEFT wraps it like any other), but it owns no weight. While its block
+runs it is bound to views of the block's packet; each product decodes the matrix, uses it and drops it. Backward decodes
+again from the same views, so autograd keeps packed bytes, not decoded ones.
+
+The views saved for backward share their packet's version counter: should a slot be overwritten too early, autograd
+refuses, instead of using another block's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from outsize.formats.protocol import Format
+
+
+class DecodeMatmul(torch.autograd.Function):
+    """y = x @ decode(parts).T + bias, and its gradient for x alone: the weight is frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        layer: FrozenLinear,
+        *parts: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(*parts)
+        ctx.layer = layer
+        return F.linear(x, layer.decode(parts, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        layer: FrozenLinear = ctx.layer
+        grad_x = (
+            grad @ layer.decode(ctx.saved_tensors, grad.dtype) if ctx.needs_input_grad[0] else None
+        )
+        return (grad_x, None, None, *(None for _ in ctx.saved_tensors))
+
+
+class FrozenLinear(nn.Linear):
+    """A frozen linear over packed parts.
+
+    Shapes: x (..., in_features) -> (..., out_features). The bias, if any, is an ordinary frozen parameter.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, has_bias: bool, fmt: Format) -> None:
+        super().__init__(in_features, out_features, bias=has_bias, device="meta")
+        self.requires_grad_(False)
+        self.format = fmt
+        self.part_names = tuple(part.name for part in fmt.parts((out_features, in_features)))
+        self.parts: tuple[Tensor, ...] | None = None
+
+    def bind(self, parts: Mapping[str, Tensor] | None) -> None:
+        """Take views of a packet as the weight, or (None) have no weight from now on."""
+        self.parts = None if parts is None else tuple(parts[name] for name in self.part_names)
+
+    def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """The matrix (out_features, in_features)."""
+        named = dict(zip(self.part_names, parts, strict=True))
+        return self.format.decode(named, (self.out_features, self.in_features), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply with the bound weight."""
+        assert self.parts is not None, "a frozen linear runs only while its block is acquired"
+        multiply: Callable[..., Tensor] = DecodeMatmul.apply
+        return multiply(x, self.bias, self, *self.parts)
+
+    def extra_repr(self) -> str:
+        """Shape and format, for printed models."""
+        return f"{super().extra_repr()}, format={self.format.describe()['name']}"

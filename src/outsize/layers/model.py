@@ -1,0 +1,156 @@
+"""An upstream module whose block linears read packed weights from a placement.
+
+Loading is one pass over the store: small tensors of every block (norms, biases) and everything outside the blocks are
+copied to the device and stay; the packed matrices go to the placement, block by block. Nothing is held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from outsize.base.table import ShapeTable
+from outsize.layers.block import wrap_block
+from outsize.layers.frozen import FrozenLinear
+from outsize.weights.packet import Packet, view
+
+if TYPE_CHECKING:
+    from outsize.formats.protocol import Format
+    from outsize.weights.store import Store
+
+
+class PacketHolder(Protocol):
+    """What this module needs of a placement."""
+
+    def put(self, block: int, packet: Tensor) -> None: ...
+
+    def acquire(self, block: int) -> Tensor: ...
+
+    def release(self, block: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def freeze_linears_(module: nn.Module, table: ShapeTable, packing: Mapping[str, Format]) -> None:
+    """Replace, in place, every linear inside a block by a FrozenLinear of its format."""
+    for spec in table.linears():
+        parent_path, _, leaf = spec.module.rpartition(".")
+        parent = module.get_submodule(parent_path)
+        old = parent.get_submodule(leaf)
+        assert isinstance(old, nn.Linear), (
+            f"{spec.module} is a {type(old).__name__}, the table says linear"
+        )
+        new = FrozenLinear(
+            old.in_features, old.out_features, has_bias=old.bias is not None, fmt=packing[spec.name]
+        )
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            parent[int(leaf)] = new
+        else:
+            setattr(parent, leaf, new)
+
+
+class FrozenModel:
+    """The module, and the binding of its blocks to packets.
+
+    compute: type of the small tensors and of activations. Buffers that the table lists stay fp32.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        table: ShapeTable,
+        block_paths: Sequence[str],
+        packing: Mapping[str, Format],
+        packets: Sequence[Packet],
+        placement: PacketHolder,
+        device: torch.device,
+        compute: torch.dtype,
+    ) -> None:
+        self.module, self.placement, self.packets = module, placement, packets
+        self._table, self._device, self._compute = table, device, compute
+        self._views: dict[tuple[int, int], list[tuple[FrozenLinear, dict[str, Tensor]]]] = {}
+        freeze_linears_(module, table, packing)
+        for block, path in enumerate(block_paths):
+            wrap_block(module.get_submodule(path), block, self)
+
+    def acquire(self, block: int) -> None:
+        """Bind a block's linears to its packet."""
+        buffer = self.placement.acquire(block)
+        key = (block, buffer.data_ptr())
+        if key not in self._views:
+            self._views[key] = self._make_views(block, buffer)
+        for layer, parts in self._views[key]:
+            layer.bind(parts)
+        self._bound = self._views[key]
+
+    def release(self, block: int) -> None:
+        """Leave the block's linears without a weight."""
+        for layer, _ in self._bound:
+            layer.bind(None)
+        self.placement.release(block)
+
+    def load_small_(self, block: int | None, packet: Packet, buffer: Tensor) -> None:
+        """Copy the tensors of a packet that are no linears of blocks into the module."""
+        for entry in packet.entries:
+            if block is None or entry.offset >= packet.streamed_bytes:
+                self._set(entry.tensor, view(entry, buffer))
+
+    def close(self) -> None:
+        """Give the weights' memory back."""
+        self._views.clear()
+        self.placement.close()
+
+    def _make_views(
+        self, block: int, buffer: Tensor
+    ) -> list[tuple[FrozenLinear, dict[str, Tensor]]]:
+        parts: dict[str, dict[str, Tensor]] = {}
+        packet = self.packets[block]
+        for entry in packet.entries:
+            if entry.offset < packet.streamed_bytes:
+                parts.setdefault(entry.tensor, {})[entry.part] = view(entry, buffer)
+        bound = []
+        for name, named in parts.items():
+            layer = self._owner(self._table[name].module)
+            assert isinstance(layer, FrozenLinear)
+            bound.append((layer, named))
+        return bound
+
+    def _owner(self, path: str) -> nn.Module:
+        """The module at a path; once PEFT has wrapped a linear, the frozen one is its base layer."""
+        owner = self.module.get_submodule(path)
+        base: nn.Module = getattr(owner, "base_layer", owner)
+        return base
+
+    def _set(self, name: str, value: Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        owner = self._owner(path)
+        keep = self._table[name].role == "buffer" or not value.is_floating_point()
+        # a copy even where type and device agree: the buffer it is read from is used again
+        value = value.to(self._device, value.dtype if keep else self._compute, copy=True)
+        if leaf in owner._buffers:  # noqa: SLF001 - the only way to tell a buffer from a parameter
+            setattr(owner, leaf, value)
+        else:
+            owner.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+
+
+def load_from_store_(model: FrozenModel, store: Store) -> None:
+    """Fill a model from its store in one pass, every byte checked against its digest.
+
+    Memory: one host buffer of the largest packet, used again for each, beside what the placement keeps.
+    """
+    blocks: list[int | None] = [*range(len(model.packets)), None]
+    largest = max(store.packet(block).num_bytes for block in blocks)
+    buffer = torch.empty(largest, dtype=torch.uint8)
+    for block in blocks:
+        packet = store.packet(block)
+        filled = buffer[: packet.num_bytes]
+        store.read_block_into(block, filled, verify=True)
+        model.load_small_(block, packet, filled)
+        if block is not None:
+            model.placement.put(block, filled[: packet.streamed_bytes])
+    left = [name for name, one in model.module.named_parameters() if one.is_meta]
+    assert not left, f"no weights for {left[:5]}"

@@ -1,0 +1,41 @@
+"""Every block stays on the device: the fastest placement, where it fits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outsize.placement.protocol import PlacementSettings, Sweep
+
+
+class Resident:
+    """One device buffer per block."""
+
+    def __init__(self, settings: PlacementSettings) -> None:
+        self._device = settings.device.torch_device
+        self._buffers: dict[int, Tensor] = {}
+
+    def put(self, block: int, packet: Tensor) -> None:
+        self._buffers[block] = packet.to(self._device, copy=True)
+
+    def begin(self, sweep: Sweep) -> None:
+        """Nothing moves, so the order does not matter."""
+
+    def acquire(self, block: int) -> Tensor:
+        return self._buffers[block]
+
+    def release(self, block: int) -> None:
+        """The block stays."""
+
+    def device_bytes(self) -> int:
+        return sum(one.numel() for one in self._buffers.values())
+
+    def host_bytes(self) -> int:
+        on_host = self._device == torch.device("cpu")
+        return self.device_bytes() if on_host else 0
+
+    def close(self) -> None:
+        self._buffers.clear()
+
+
+plugin = Resident

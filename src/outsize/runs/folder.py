@@ -1,0 +1,88 @@
+"""The run folder: one folder holds all of a run, and a lock says who works in it.
+
+runs/NAME/: recipe.json, plan.json, state.json, journal.jsonl, checkpoints/STEP/, compare/, samples/. Nothing of a run
+lives anywhere else; the files SAVE_NOW and STOP_NOW, put there by anybody, are requests to the process that trains.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import filelock
+
+from outsize.base.errors import MachineFault
+from outsize.base.files import write_json_atomically
+
+State = Literal["new", "preparing", "running", "stopped", "completed", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of a run, its state, and its lock."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def save_now(self) -> Path:
+        """A file whose presence asks for a checkpoint at the next step boundary."""
+        return self.path / "SAVE_NOW"
+
+    @property
+    def stop_now(self) -> Path:
+        """A file whose presence asks to save and stop at the next step boundary."""
+        return self.path / "STOP_NOW"
+
+    @property
+    def state(self) -> State:
+        """What the run was last said to be; "new" when nothing was said."""
+        try:
+            value = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return "new"
+        state: State = value["state"]
+        assert state in get_args(State)
+        return state
+
+    def set_state(self, state: State, **details: Any) -> None:
+        """Say what the run is now."""
+        write_json_atomically(self.path / "state.json", {"state": state} | details)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Work alone in this folder.
+
+        Raises: MachineFault when another process does.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(self.path / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise MachineFault(
+                f"another process works in {self.path}; wait for it, or stop it with an empty file {self.stop_now}"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()

@@ -1,0 +1,52 @@
+"""Requests to a run in progress: signals, console events and files, all acted on at the next step boundary.
+
+SIGINT and SIGTERM (Windows: Ctrl-C, Ctrl-Break and the closing of the console) ask to save and stop; a second SIGINT
+interrupts at once. The files SAVE_NOW and STOP_NOW ask the same from outside the process.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Literal
+
+from outsize.runs.folder import RunFolder
+
+Request = Literal["save", "stop"]
+_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGHUP")  # those that the system knows are taken
+
+
+class Requests:
+    """What has been asked for since the last look."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._signal: str | None = None
+
+    def look(self) -> tuple[Request, str] | None:
+        """The request to act on now and who made it; files are removed as they are seen."""
+        if self._folder.save_now.exists():
+            self._folder.save_now.unlink(missing_ok=True)
+            return "save", "SAVE_NOW"
+        if self._folder.stop_now.exists():
+            self._folder.stop_now.unlink(missing_ok=True)
+            return "stop", "STOP_NOW"
+        return None if self._signal is None else ("stop", self._signal)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals over within the block (main thread only)."""
+        numbers = [getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)]
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = signal.Signals(number).name

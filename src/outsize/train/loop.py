@@ -1,0 +1,143 @@
+"""The loop.
+
+Everything a step depends on is a function of (recipe, step): nothing is remembered beside adapter and
+optimiser, so a run that was killed and resumed takes the same steps to the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from outsize.adapters.health import HealthWatch, require_finite
+from outsize.base.journal import Journal
+from outsize.runs.checkpoint import Checkpoint, prune_checkpoints, save_checkpoint
+from outsize.runs.requests import Requests
+from outsize.train.update import Update
+
+Outcome = Literal["completed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """What the loop itself decides by; see the recipe's train and checkpoints sections."""
+
+    num_steps: int
+    accumulate: int
+    learning_rate: float
+    warmup_steps: int
+    clip_norm: float | None
+    checkpoint_every: int
+    checkpoints_kept: int
+
+    def rate_at(self, step: int) -> float:
+        """Step size of an update: linear warm-up from 0 (exclusive), then constant."""
+        return self.learning_rate * min(1.0, (step + 1) / (self.warmup_steps + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What is known after one update. seconds: the whole step, checkpoints left out."""
+
+    step: int
+    num_steps: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class Loop:
+    """One run's training.
+
+    begin_step: tells the placement that a step begins. loss_of: the loss of one micro-batch (step, place), with its
+    graph. identity: JSON that a checkpoint must share with the run that resumes it. watch: sees every report.
+    """
+
+    settings: LoopSettings
+    update: Update
+    begin_step: Callable[[], None]
+    loss_of: Callable[[int, int], Tensor]
+    requests: Requests
+    journal: Journal
+    checkpoints: Path
+    identity: Mapping[str, Any]
+    watch: Callable[[StepReport], None]
+    start: int = 0
+
+    def run(self) -> Outcome:
+        """Train from `start` to the last step, or until asked to stop; both end with a checkpoint."""
+        health = HealthWatch()
+        for step in range(self.start, self.settings.num_steps):
+            self._step(step, health)
+            request = self.requests.look()
+            is_last = step + 1 == self.settings.num_steps
+            if request or is_last or (step + 1) % self.settings.checkpoint_every == 0:
+                self.save(step + 1, "schedule" if request is None else request[1])
+            if request and request[0] == "stop" and not is_last:
+                return "stopped"
+        return "completed"
+
+    def _step(self, step: int, health: HealthWatch) -> None:
+        started = time.perf_counter()
+        self.begin_step()
+        losses = []
+        for place in range(self.settings.accumulate):
+            loss = self.loss_of(step, place) / self.settings.accumulate
+            loss.backward()  # type: ignore[no-untyped-call] # torch's stub
+            self.update.collect_()
+            losses.append(loss.detach())
+        norm = self.update.grad_norm()
+        # one wait for the device: loss and norm come together
+        loss_value, norm_value = torch.stack([torch.stack(losses).sum(), norm.float()]).tolist()
+        require_finite(loss_value, self.update.masters, norm_value, step)
+        for name in health.look(self.update.masters):
+            self.journal.write("warning", step=step, what="no gradient", tensor=name)
+        if self.settings.clip_norm is not None:
+            self.update.clip_(self.settings.clip_norm, norm)
+        rate = self.settings.rate_at(step)
+        self.update.step_(rate)
+        seconds = time.perf_counter() - started
+        report = StepReport(
+            step + 1, self.settings.num_steps, loss_value, norm_value, rate, seconds
+        )
+        self.journal.write(
+            "step", step=report.step, loss=loss_value, grad_norm=norm_value, learning_rate=rate,
+            seconds=round(seconds, 4),
+        )  # fmt: skip
+        self.watch(report)
+
+    def save(self, step: int, reason: str) -> None:
+        """Write a checkpoint of `step` finished updates."""
+        started = time.perf_counter()
+        tensors, skeleton = self.update.state()
+        masters = {
+            name: one.detach().to("cpu", copy=True) for name, one in self.update.masters.items()
+        }
+        checkpoint = Checkpoint(
+            step,
+            {"adapter": masters, "optimizer": tensors},
+            {"optimizer": skeleton, "identity": dict(self.identity)},
+        )
+        path = save_checkpoint(self.checkpoints, checkpoint)
+        prune_checkpoints(self.checkpoints, self.settings.checkpoints_kept)
+        self.journal.write(
+            "checkpoint", step=step, reason=reason, folder=path.name,
+            seconds=round(time.perf_counter() - started, 4),
+        )  # fmt: skip
+
+    def resume_(self, checkpoint: Checkpoint) -> None:
+        """Take up where a checkpoint ended."""
+        with torch.no_grad():
+            for name, master in self.update.masters.items():
+                master.copy_(checkpoint.groups["adapter"][name])
+        self.update.publish_()
+        self.update.load_state_(checkpoint.groups["optimizer"], checkpoint.values["optimizer"])
+        self.start = checkpoint.step

@@ -1,0 +1,1 @@
+"""Optimisers by name, one file each; see protocol.py."""
