@@ -1,0 +1,51 @@
+"""One safetensors file as diffusers' pipelines read it: `transformer.<our module>.lora_A.weight`.
+
+Our names are diffusers' own, so nothing is fused. diffusers can carry alpha in the header, but ComfyUI, which reads
+these keys for the Flux families too, would not see it there: alpha / rank is multiplied into B, and both read scale 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from outsize.base.layout import Layout
+from outsize.dialects._factors import (
+    only_tensor_file,
+    read_factors,
+    unscaled_adapter,
+    with_baked_scale,
+    write_factors,
+)
+from outsize.dialects.protocol import AdapterFile, AdapterWeights, TensorFile
+
+_PREFIX = "transformer."
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusersDialect:
+    """diffusers' keys."""
+
+    is_folder: bool = False
+
+    def write(
+        self,
+        adapter: AdapterWeights,
+        layouts: Sequence[Layout],  # noqa: ARG002 - our names are theirs
+        metadata: Mapping[str, str],
+    ) -> dict[str, AdapterFile]:
+        """Give one file; see the protocol."""
+        tensors = write_factors(with_baked_scale(adapter), _PREFIX)
+        return {"pytorch_lora_weights.safetensors": TensorFile(tensors, dict(metadata))}
+
+    def read(
+        self,
+        files: Mapping[str, AdapterFile],
+        layouts: Sequence[Layout],  # noqa: ARG002
+    ) -> AdapterWeights:
+        """Give the adapter of one file, with the scale in B and alpha equal to the rank; see the protocol."""
+        file = only_tensor_file(files)
+        return unscaled_adapter(read_factors(file.tensors, _PREFIX), file.metadata)
+
+
+plugin = DiffusersDialect()

@@ -1,0 +1,117 @@
+"""What a dialect is: how one kind of client names, fuses and scales an adapter's tensors in its files.
+
+An adapter in memory is a low-rank pair per module, under our (upstream's) module paths, with one scale for all: the
+weight W of a module becomes W + scale * B @ A. A dialect turns that into files and back and knows no family: what a
+client calls a module, and which modules it fuses, comes from the family's layouts. Modules here import without torch.
+
+Dimensions: r rank, N out_features, K in_features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from outsize.base.catalogue import Catalogue
+from outsize.base.errors import AdapterError
+from outsize.base.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DIALECTS = Catalogue("outsize.dialects", "dialect")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraPair:
+    """The two factors of one module's delta.
+
+    Shapes: A (r, K), B (N, r).
+    Raises: AdapterError when they do not fit each other.
+    """
+
+    A: Tensor
+    B: Tensor
+
+    def __post_init__(self) -> None:
+        if self.A.ndim != 2 or self.B.ndim != 2 or self.A.shape[0] != self.B.shape[1]:
+            raise AdapterError(
+                f"A {tuple(self.A.shape)} and B {tuple(self.B.shape)} are not the factors (r, K) and "
+                f"(N, r) of a matrix"
+            )
+
+    @property
+    def rank(self) -> int:
+        """The inner dimension r."""
+        return self.A.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights:
+    """A low-rank adapter by module path.
+
+    rank, alpha: as the recipe states them; their quotient is the scale of every pair, whatever a pair's own rank is.
+    Raises: AdapterError when there is no pair, the rank is not positive, or alpha is zero or no number.
+    """
+
+    pairs: Mapping[str, LoraPair]
+    rank: int
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not self.pairs:
+            raise AdapterError("the adapter holds no module; nothing was matched or trained")
+        if self.rank < 1:
+            raise AdapterError(f"the adapter's rank is {self.rank}; it must be at least 1")
+        if not math.isfinite(self.alpha) or self.alpha == 0:
+            raise AdapterError(
+                f"the adapter's alpha is {self.alpha}; with it the adapter does nothing"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What B @ A is multiplied with."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorFile:
+    """The content of one safetensors file: tensors by key, and its metadata (string to string)."""
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFile:
+    """The content of one JSON file."""
+
+    value: Any  # any JSON value
+
+
+AdapterFile = TensorFile | JsonFile
+
+
+class Dialect(Protocol):
+    """Files of one kind of client."""
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether clients are given a folder of named files; if not, one file whose name is free."""
+
+    def write(
+        self, adapter: AdapterWeights, layouts: Sequence[Layout], metadata: Mapping[str, str]
+    ) -> dict[str, AdapterFile]:
+        """Give the files by name; exactly one when the dialect is no folder.
+
+        metadata: goes into the safetensors headers; "outsize.source", when given, names the base for clients.
+        Raises: AdapterError naming all modules that the layouts do not cover or that cannot be fused.
+        """
+
+    def read(self, files: Mapping[str, AdapterFile], layouts: Sequence[Layout]) -> AdapterWeights:
+        """Give the adapter that `write` made these files of, or one with the same deltas.
+
+        Raises: AdapterError naming all keys that are unknown, missing or misshapen.
+        """
