@@ -55,7 +55,7 @@ def make_format(name: str, options: Mapping[str, Any] | None = None) -> Format:
 
     Raises: RecipeError for an unknown name, option or value.
     """
-    from outsize.formats._options import build_with_options  # noqa: PLC0415 - keeps protocol free of checks
+    from outsize.formats._options import build_with_options
 
     made: Format = build_with_options(name, FORMATS.load(name), options or {})
     return made

@@ -1,0 +1,140 @@
+"""The arithmetic of nf4, twice: plain torch, the reference, which runs anywhere; and bitsandbytes' kernels.
+
+Encoding is plain torch everywhere, so that a store's bytes do not depend on the device that made it. It gives the bytes
+of bitsandbytes' CPU operator; bitsandbytes' CUDA encoder may differ from those by one code where a weight lies exactly
+between two values (two of its fifteen boundaries are one rounding off, and it is built with fast division).
+
+Dimensions: N rows, K columns, R rows of one chunk, G groups, g weights of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from outsize.formats import _nested
+from outsize.formats._nibbles import look_up, pack, pair_table, spans
+from outsize.formats._slabs import refuse_non_finite
+
+# bitsandbytes.functional.get_4bit_type("nf4"), exactly.
+VALUES = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+_CELLS_PER_UNIT = (
+    32  # [-1, 1] in cells so narrow (1/32) that none holds two boundaries (0.079 apart at least)
+)
+_decode_tables: dict[torch.device, Tensor] = {}
+_encode_tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
+def encode_rows(rows_RK: Tensor, first_row: int, *, group: int, is_half: bool) -> dict[str, Tensor]:
+    """Codes (R*K/2,) uint8 and scales (R*K/group,) fp32, or fp16 if is_half, of rows in any float dtype.
+
+    Raises: FormatError naming the first row that is not finite, or whose scale exceeds fp16.
+    """
+    rows = len(rows_RK)
+    groups_Gg = rows_RK.reshape(-1, group).float()
+    absmax_G = groups_Gg.abs().amax(dim=1)
+    refuse_non_finite(absmax_G.view(rows, -1), first_row, "is not finite")
+    scales_G = absmax_G.half() if is_half else absmax_G
+    if is_half:
+        refuse_non_finite(
+            scales_G.view(rows, -1),
+            first_row,
+            f"holds {float(absmax_G.amax()):.3g}, too large for fp16 scales; set scales to fp32",
+        )
+    # As bitsandbytes does it: multiply by the reciprocal, which 1e-38 keeps finite for a group of zeros.
+    inverse_G = 1.0 / absmax_G.clamp(min=1e-38)
+    units = (groups_Gg * inverse_G[:, None]).clamp_(-1, 1).view(-1)
+    return {"codes": pack(_codes_of(units)), "scales": scales_G}
+
+
+def _codes_of(units: Tensor) -> Tensor:
+    """Code 0..15 of each value in [-1, 1], (n,) uint8: the number of boundaries below it.
+
+    The same as torch.bucketize, six times faster: a cell gives the boundaries below it and the one it may hold.
+    """
+    below, boundary = _encode_table(units.device)
+    cells = units.add(1).mul_(_CELLS_PER_UNIT).int()
+    is_above = units.gt(boundary.index_select(0, cells))
+    return below.index_select(0, cells).add_(is_above.view(torch.uint8))
+
+
+def _encode_table(device: torch.device) -> tuple[Tensor, Tensor]:
+    if device not in _encode_tables:
+        values = torch.tensor(VALUES)
+        bounds = (values[:-1] + values[1:]) / 2
+        cells = bounds.add(1).mul_(_CELLS_PER_UNIT).int()  # rounds exactly as in _codes_of
+        every_cell = torch.arange(2 * _CELLS_PER_UNIT + 1, dtype=torch.int32)
+        below = torch.searchsorted(cells, every_cell).to(torch.uint8)
+        boundary = torch.full(every_cell.shape, torch.inf)
+        boundary[cells.long()] = bounds
+        _encode_tables[device] = below.to(device), boundary.to(device)
+    return _encode_tables[device]
+
+
+def decode(
+    parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype, *, group: int
+) -> Tensor:
+    """The matrix (N, K) in `dtype`, by the kernel in use on the parts' device."""
+    from outsize.formats._bitsandbytes import is_bitsandbytes
+
+    codes = parts["codes"]
+    by_bitsandbytes = is_bitsandbytes(codes.device.type, codes.device.index)
+    scales = widen_scales(parts, by_bitsandbytes=by_bitsandbytes)
+    by = decode_by_bitsandbytes if by_bitsandbytes else decode_by_torch
+    return by(codes, scales, shape, dtype, group=group)
+
+
+def widen_scales(parts: Mapping[str, Tensor], *, by_bitsandbytes: bool) -> Tensor:
+    """The scales (G,) in fp32."""
+    if "offset" not in parts:
+        return parts["scales"].float()
+    return _nested.decode_scales(parts, by_bitsandbytes=by_bitsandbytes)
+
+
+def decode_by_torch(
+    codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, group: int
+) -> Tensor:
+    """The reference. Memory beside the result: 6 bytes per weight, on a CPU those of one piece only."""
+    flat = codes.reshape(-1)
+    table = _decode_table(flat.device)
+    out = torch.empty(shape, dtype=dtype, device=flat.device)
+    out_Gg, scales_G1 = out.view(-1, group), scales.view(-1, 1)
+    for start, stop in spans(flat.numel(), group, flat.device.type):
+        some = slice(2 * start // group, 2 * stop // group)
+        out_Gg[some] = look_up(table, flat[start:stop]).view(-1, group).mul_(scales_G1[some])
+    return out
+
+
+def decode_by_bitsandbytes(
+    codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, group: int
+) -> Tensor:
+    """The operator of bitsandbytes, which must have been imported; torch.compile takes it as it is."""
+    result: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
+        codes, scales.contiguous(), group, "nf4", shape, dtype
+    )
+    return result
+
+
+def _decode_table(device: torch.device) -> Tensor:
+    if device not in _decode_tables:
+        _decode_tables[device] = pair_table(torch.tensor(VALUES)).to(device)
+    return _decode_tables[device]

@@ -1,0 +1,101 @@
+"""nf4: 4-bit normal floats in bitsandbytes' layout, byte for byte; its kernels where they serve, plain torch elsewhere.
+
+A group's weights are divided by the largest magnitude in it and each becomes the nearest of sixteen values, which are
+spaced as a normal distribution's quantiles are. Source: QLoRA, arXiv 2305.14314, section 3 and appendix E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from outsize.base.parts import Part
+from outsize.formats._grouped import codes_part, is_grouped, num_groups, refuse_ungrouped
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from outsize.formats.protocol import Encoder
+
+_CODE_VERSION = 1
+_NESTED_GROUP = 256  # bitsandbytes' own, for scales that are quantised again
+
+
+@dataclass(frozen=True, slots=True)
+class NF4:
+    """A matrix in 4-bit normal floats.
+
+    scales: how the group's largest magnitude is kept. fp32 is bitsandbytes' own (4.5 bits per weight in groups of 64),
+    fp16 loses nothing measurable (4.25), double is bitsandbytes' double quantisation (4.13).
+    """
+
+    group: Literal[64, 32] = 64
+    scales: Literal["fp32", "fp16", "double"] = "fp32"
+
+    def describe(self) -> dict[str, Any]:
+        """Name, options and code version."""
+        return {"name": "nf4", **asdict(self), "code_version": _CODE_VERSION}
+
+    def supports(self, shape: tuple[int, ...]) -> bool:
+        """Whether shape is a matrix (N, K) with K a multiple of the group."""
+        return is_grouped(shape, self.group)
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """Parts "codes" (N*K/2,) and "scales" (N*K/group,).
+
+        With double scales also "nested_scales" (one per 256 scales), "nested_table" (256,) and "offset" (1,), fp32.
+        """
+        groups = num_groups(shape, self.group)
+        if self.scales != "double":
+            return codes_part(shape), Part(
+                "scales", "F32" if self.scales == "fp32" else "F16", (groups,)
+            )
+        return (
+            codes_part(shape),
+            Part("scales", "U8", (groups,)),
+            Part("nested_scales", "F32", (-(-groups // _NESTED_GROUP),)),
+            Part("nested_table", "F32", (256,)),
+            Part("offset", "F32", (1,)),
+        )
+
+    def encoder(self, shape: tuple[int, ...]) -> Encoder:
+        """An encoder of a matrix (N, K).
+
+        Raises: FormatError if K is no multiple of the group. Its push raises FormatError for a row that is not
+        finite, or too large for fp16 scales.
+        """
+        from outsize.formats._nested import quantise_scales
+        from outsize.formats._nf4_kernels import encode_rows
+        from outsize.formats._slabs import SlabEncoder
+
+        refuse_ungrouped(shape, self.group, "nf4")
+
+        def encode_chunk(rows_RK: Tensor, first_row: int) -> dict[str, Tensor]:
+            return encode_rows(rows_RK, first_row, group=self.group, is_half=self.scales == "fp16")
+
+        return SlabEncoder(
+            shape, encode_chunk, quantise_scales if self.scales == "double" else dict
+        )
+
+    def decode(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """The matrix (N, K) in `dtype`, computed in fp32 and rounded once; by the kernel that kernel_in_use names."""
+        from outsize.formats._nf4_kernels import decode
+
+        return decode(parts, shape, dtype, group=self.group)
+
+
+plugin = NF4
+
+
+def kernel_in_use(device: torch.device) -> str:
+    """What decodes nf4 on a device: "bitsandbytes 0.50.2", or "torch" with the reason when something is amiss.
+
+    The first call for a CUDA or ROCm device imports bitsandbytes, which takes seconds, and checks its values there.
+    """
+    from outsize.formats._bitsandbytes import kernel_of
+
+    return kernel_of(device.type, device.index).report
