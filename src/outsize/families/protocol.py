@@ -61,8 +61,10 @@ class ModelFamily(Protocol):
         """Upstream's module on the meta device, in eval mode; its state dict has the table's names and shapes."""
 
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Give real values to buffers that no checkpoint holds (rotary tables); meta tensors may be left only where
-        the table names them."""
+        """Give real values to buffers that no checkpoint holds (rotary tables).
+
+        Meta tensors may be left only where the table names them.
+        """
 
     def original_folder(self, slot: str) -> str:
         """Sub-folder of a diffusers repository that holds this model's files ("transformer", "vae", ...)."""
@@ -74,7 +76,9 @@ class TextEncoder(ModelFamily, Protocol):
     def tokenize(self, variant: str, tokenizer: Path, texts: Sequence[str]) -> dict[str, Tensor]:
         """Token ids and masks (B, T), as the upstream pipeline makes them. Reads local files only."""
 
-    def encode(self, variant: str, model: nn.Module, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def encode(
+        self, variant: str, model: nn.Module, tokens: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Embeddings by name, batch first: "text" (B, T, D), "pooled" (B, D)."""
 
 
@@ -110,7 +114,7 @@ class BaseFamily(ModelFamily, Protocol):
     def num_tokens(self, variant: str, latent_shape: tuple[int, int, int]) -> int:
         """Image tokens of one latent."""
 
-    def predict(
+    def predict(  # noqa: PLR0917 - read in the order in which the model takes them
         self,
         variant: str,
         model: nn.Module,
