@@ -1,0 +1,143 @@
+"""From what a recipe says to files: a diffusers folder, a folder of shards, one file, or a hub id.
+
+What is local is read where it lies. A hub repository is looked for in the hub's cache first; only what is missing is
+downloaded (resumable), and only the files that are needed. Offline (`offline=True` or HF_HUB_OFFLINE) nothing is asked of
+the network: what is missing is named, with the command that gets it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from outsize.base.errors import SourceError
+from outsize.weights.choice import INDEX_END, choose, files_of_index, refuse_pickle
+
+_HUB_ID = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w.-]+))?(?:/(?P<file>.+\.safetensors))?"
+)
+# What a tokenizer or scheduler folder holds; weights stay where they are.
+_FOLDER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Files of one component. origin: what to print, a path or "hub owner/name@commit"."""
+
+    files: tuple[Path, ...]
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A repository of the hub, a revision of it, and one file of it when only that is meant."""
+
+    repo: str
+    revision: str
+    file: str | None = None
+
+
+def parse_hub_id(source: str) -> HubId | None:
+    """Read "owner/name", "owner/name@revision" or "owner/name/file.safetensors"; None when it is neither."""
+    match = _HUB_ID.fullmatch(source)
+    if match is None or ".." in source:
+        return None
+    return HubId(match["repo"], match["revision"] or "main", match["file"])
+
+
+def locate_weights(
+    source: str, *, sub_folder: str = "", offline: bool = False, cache_dir: Path | None = None
+) -> Located:
+    """The safetensors files of one component.
+
+    sub_folder: its folder in a diffusers repository ("transformer", "vae"); not looked into when the source is one file
+    or a folder of shards. cache_dir: of the hub; its own default when None.
+    Raises: SourceError saying what is missing and how to get it.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        return Located(_local_files(path, sub_folder), str(path))
+    hub_id = parse_hub_id(source)
+    if hub_id is None:
+        raise SourceError(
+            f"{source} does not exist; name a folder, a safetensors file, or a hub id as owner/name"
+        )
+    from outsize.weights.hub import hub_weights
+
+    files, commit = hub_weights(hub_id, sub_folder, offline=offline, cache_dir=cache_dir)
+    return Located(files, f"hub {hub_id.repo}@{commit}")
+
+
+def locate_folder(
+    source: str, sub_folder: str, *, offline: bool = False, cache_dir: Path | None = None
+) -> Path:
+    """The folder of a tokenizer, scheduler or configuration beside the weights, on this machine.
+
+    Raises: SourceError saying what is missing and how to get it.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        base = path if path.is_dir() else path.parent
+        folder = base / sub_folder
+        if not folder.is_dir() or not any(folder.iterdir()):
+            raise SourceError(
+                f"{base} has no folder {sub_folder!r} with files in it; copy it there from the published "
+                "repository, or name another source for it in the recipe"
+            )
+        return folder
+    hub_id = parse_hub_id(source)
+    if hub_id is None:
+        raise SourceError(f"{source} does not exist; name a folder, or a hub id as owner/name")
+    from outsize.weights.hub import hub_folder
+
+    patterns = tuple(f"{sub_folder}/{pattern}" for pattern in _FOLDER_FILES)
+    return hub_folder(hub_id, sub_folder, patterns, offline=offline, cache_dir=cache_dir)
+
+
+def _local_files(path: Path, sub_folder: str) -> tuple[Path, ...]:
+    if path.is_file():
+        return _from_file(path)
+    is_pipeline = (path / "model_index.json").exists()
+    if sub_folder and (path / sub_folder).is_dir():
+        return weights_in_folder(path / sub_folder)
+    if sub_folder and is_pipeline:
+        raise SourceError(f"{path} is a diffusers folder without the sub-folder {sub_folder!r}")
+    return weights_in_folder(path)
+
+
+def _from_file(path: Path) -> tuple[Path, ...]:
+    refuse_pickle(path.name)
+    if path.name.endswith(INDEX_END):
+        return weights_of_index(path)
+    if path.suffix != ".safetensors":
+        raise SourceError(f"{path} is no safetensors file")
+    return (path,)
+
+
+def weights_in_folder(folder: Path) -> tuple[Path, ...]:
+    """The weights of one folder.
+
+    Raises: SourceError as `choose` does, or when files that an index names are missing.
+    """
+    # A link that leads nowhere counts as missing, not as a file.
+    names = [entry.name for entry in os.scandir(folder) if entry.is_file()]
+    choice = choose(names, str(folder))
+    if choice.index is not None:
+        return weights_of_index(folder / choice.index)
+    return tuple(folder / name for name in choice.files)
+
+
+def weights_of_index(index: Path) -> tuple[Path, ...]:
+    """The shards of an index file.
+
+    Raises: SourceError when it is no index, points outside its folder, or names files that are missing.
+    """
+    files = tuple(index.parent / name for name in files_of_index(index.read_bytes(), str(index)))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise SourceError(
+            f"{index} names {len(files)} files, {len(missing)} are missing: {', '.join(missing)}"
+        )
+    return files
