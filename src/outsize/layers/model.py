@@ -7,7 +7,7 @@ copied to the device and stay; the packed matrices go to the placement, block by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ class PacketHolder(Protocol):
     """What this module needs of a placement."""
 
     def put(self, block: int, packet: Tensor) -> None: ...
+
+    def begin(self, sweep: Literal["forward", "train"]) -> None: ...
 
     def acquire(self, block: int) -> Tensor: ...
 
@@ -76,6 +78,10 @@ class FrozenModel:
         freeze_linears_(module, table, packing)
         for block, path in enumerate(block_paths):
             wrap_block(module.get_submodule(path), block, self)
+
+    def begin(self, sweep: Literal["forward", "train"]) -> None:
+        """Say that the blocks will now be run upwards, or upwards and down again."""
+        self.placement.begin(sweep)
 
     def acquire(self, block: int) -> None:
         """Bind a block's linears to its packet."""

@@ -1,0 +1,44 @@
+"""Give a run's adapter to other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outsize.app.parts import BASE, parts_of
+from outsize.base.errors import RecipeError
+from outsize.dialects.protocol import DIALECTS, AdapterWeights, LoraPair
+from outsize.export.export import Exported, export_adapter
+from outsize.recipes.recipe import Recipe
+from outsize.runs.checkpoint import newest_checkpoint, read_checkpoint
+from outsize.runs.folder import RunFolder
+from outsize.weights.locate import parse_hub_id
+
+
+def export_run(recipe: Recipe, run: RunFolder, dialect: str, target: Path) -> Exported:
+    """Write the newest checkpoint's adapter in a dialect, proved by reading it back.
+
+    Raises: RecipeError when the run has no checkpoint; AdapterError as `export_adapter` says.
+    """
+    path, _ = newest_checkpoint(run.checkpoints)
+    if path is None:
+        raise RecipeError(f"{run.path} has no checkpoint to export; train first")
+    tensors = read_checkpoint(path).groups["adapter"]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
+    pairs = {
+        module: LoraPair(tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"])
+        for module in modules
+    }
+    adapter = AdapterWeights(pairs, recipe.adapter.rank, recipe.adapter.effective_alpha)
+    base = parts_of(recipe)[BASE]
+    metadata = {"base": f"{base.family_name}.{base.variant}", "recipe": recipe.digest()}
+    hub_id = None if Path(recipe.base.source).exists() else parse_hub_id(recipe.base.source)
+    if hub_id is not None:
+        metadata["source"] = hub_id.repo
+    return export_adapter(adapter, dialect, base.family.layouts(base.variant), target, metadata)
+
+
+def place_of(recipe: Recipe, run: RunFolder, dialect: str) -> Path:
+    """Where an export goes when nobody says: a folder or file in the run folder, named by run and dialect."""
+    is_folder = DIALECTS.load(dialect).is_folder
+    name = f"{recipe.name}-{dialect}"
+    return run.path / "export" / (name if is_folder else f"{name}.safetensors")

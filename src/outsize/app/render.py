@@ -1,0 +1,193 @@
+"""Pictures from the base: embed the prompts, sample with and without the adapter, decode; one model at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from outsize.app.encode import codec_part, encode_texts, text_inputs
+from outsize.app.parts import BASE
+from outsize.app.site import Site
+from outsize.app.train import adapted, load_adapter_
+from outsize.data.encode import text_key
+from outsize.families.protocol import BaseFamily, ImageCodec
+from outsize.layers.model import FrozenModel
+from outsize.runs.folder import RunFolder
+from outsize.sample.flow import guided, integrate, noise_of
+
+PIXELS_PER_BATCH = 512 * 512  # pictures sampled together; one at a time from 512 px on
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One picture to make."""
+
+    prompt: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One shot by the base alone and by the base with an adapter."""
+
+    shot: Shot
+    before: Image.Image
+    after: Image.Image
+
+
+@dataclass(frozen=True, slots=True)
+class RenderSettings:
+    """How pictures are made. width, height: pixels. guidance: None for models that take none."""
+
+    width: int
+    height: int
+    num_steps: int
+    guidance: float | None
+    is_true_cfg: bool
+
+
+def settings_of(site: Site) -> RenderSettings:
+    """The recipe's choice, filled up with the family's published defaults."""
+    part, choice = site.parts[BASE], site.recipe.compare
+    defaults = cast("BaseFamily", part.family).sampling_defaults(part.variant)
+    multiple = cast("ImageCodec", codec_part(site).family).pixel_multiple(codec_part(site).variant)
+    sides = [
+        (side or site.recipe.data.resolution) // multiple * multiple
+        for side in (choice.width, choice.height)
+    ]
+    return RenderSettings(
+        width=sides[0],
+        height=sides[1],
+        num_steps=choice.steps or defaults["num_steps"],
+        guidance=defaults["guidance"] if choice.guidance is None else choice.guidance,
+        is_true_cfg=defaults["is_true_cfg"],
+    )
+
+
+def render_pairs(
+    site: Site, run: RunFolder, shots: Sequence[Shot], settings: RenderSettings
+) -> list[Pair]:
+    """Each shot by the base alone and by the base with the run's adapter."""
+    conditions = _conditions(site, [shot.prompt for shot in shots], settings)
+    with adapted(site, placement=site.placement_of(BASE)) as (model, adapter):
+        load_adapter_(run, adapter)
+        with site.stages.stage("sample base"), adapter.disabled():
+            before = _latents(site, model, shots, conditions, settings)
+        with site.stages.stage("sample adapter"):
+            after = _latents(site, model, shots, conditions, settings)
+    with site.stages.stage("decode pictures"):
+        pictures = _decode(site, [*before, *after])
+    split = len(shots)
+    return [Pair(*one) for one in zip(shots, pictures[:split], pictures[split:], strict=True)]
+
+
+def _conditions(
+    site: Site, prompts: Sequence[str], settings: RenderSettings
+) -> dict[str, dict[str, Tensor]]:
+    """Embeddings of every prompt (and of "" for true guidance), through the cache."""
+    texts = [*prompts, ""] if settings.is_true_cfg else list(prompts)
+    encoders = text_inputs(site)
+    encode_texts(site, encoders, texts)
+    found: dict[str, dict[str, Tensor]] = {}
+    for text in texts:
+        merged: dict[str, Tensor] = {}
+        for encoder in encoders:
+            entry = site.cache.get(text_key(site.cache, text, encoder.inputs))
+            assert entry is not None, "it was just cached"
+            merged |= entry
+        found[text] = merged
+    return found
+
+
+def _latents(
+    site: Site,
+    model: FrozenModel,
+    shots: Sequence[Shot],
+    conditions: Mapping[str, Mapping[str, Tensor]],
+    settings: RenderSettings,
+) -> list[Tensor]:
+    part, codec = site.parts[BASE], codec_part(site)
+    family = cast("BaseFamily", part.family)
+    shape = cast("ImageCodec", codec.family).latent_shape(
+        codec.variant, settings.height, settings.width
+    )
+    sigmas = family.sigmas(part.variant, settings.num_steps, family.num_tokens(part.variant, shape))
+    device, compute = site.device.torch_device, site.device.compute_dtype
+    latents: list[Tensor] = []
+    for batch in _batches(shots, settings):
+        noise = noise_of([shot.seed for shot in batch], shape).to(device)
+        predict = _predict(
+            site, model, [conditions[shot.prompt] for shot in batch],
+            conditions.get("", {}), settings,
+        )  # fmt: skip
+        clean = integrate(
+            predict,
+            noise,
+            sigmas,
+            compute=compute,
+        )
+        latents += list(clean.cpu())
+        site.progress.advance("sample", len(latents), len(shots), "pictures")
+    return latents
+
+
+def _predict(
+    site: Site,
+    model: FrozenModel,
+    prompts: Sequence[Mapping[str, Tensor]],
+    blank: Mapping[str, Tensor],
+    settings: RenderSettings,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    part = site.parts[BASE]
+    family = cast("BaseFamily", part.family)
+    device, compute = site.device.torch_device, site.device.compute_dtype
+    guidance = None if settings.is_true_cfg else settings.guidance
+
+    def placed(several: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        return {
+            name: torch.stack([one[name] for one in several]).to(device, compute)
+            for name in several[0]
+        }
+
+    def along(conditions: dict[str, Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def predict(noisy: Tensor, sigma_B: Tensor) -> Tensor:
+            model.begin("forward")
+            return family.predict(part.variant, model.module, noisy, sigma_B, conditions, guidance)
+
+        return predict
+
+    if not settings.is_true_cfg:
+        return along(placed(prompts))
+    scale = 1.0 if settings.guidance is None else settings.guidance
+    return guided(along(placed(prompts)), along(placed([blank] * len(prompts))), scale)
+
+
+def _batches(shots: Sequence[Shot], settings: RenderSettings) -> Iterator[Sequence[Shot]]:
+    size = max(1, PIXELS_PER_BATCH // (settings.width * settings.height))
+    for start in range(0, len(shots), size):
+        yield shots[start : start + size]
+
+
+@torch.no_grad()
+def _decode(site: Site, latents: Sequence[Tensor]) -> list[Image.Image]:
+    part = codec_part(site)
+    codec = cast("ImageCodec", part.family)
+    pictures = []
+    with site.opened(part.slot) as model:
+        for latent in latents:
+            pixels = codec.decode(
+                part.variant, model.module, latent[None].to(site.device.torch_device)
+            )
+            pictures.append(to_picture(pixels[0]))
+    return pictures
+
+
+def to_picture(pixels_CHW: Tensor) -> Image.Image:
+    """Pixels in -1..1 as an 8-bit RGB picture."""
+    scaled = ((pixels_CHW.float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return Image.fromarray(cast("Any", scaled.permute(1, 2, 0).contiguous().numpy()))

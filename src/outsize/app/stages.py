@@ -1,0 +1,62 @@
+"""Where time and memory went: the stages of a command in order, each with its seconds and its peaks.
+
+One big thing at a time is the rule, so the peak of a run is the largest of its stages, not their sum; this is where it
+is shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outsize.base.journal import Journal
+from outsize.weights.budget import MemoryWatch
+
+if TYPE_CHECKING:
+    from outsize.devices.protocol import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One finished stage. device_bytes: peak of the device's tensors; host_bytes: peak private bytes of the process."""
+
+    name: str
+    seconds: float
+    device_bytes: int
+    host_bytes: int
+
+
+class Stages:
+    """Measures stages and writes each to the journal as it ends."""
+
+    def __init__(self, device: Device, journal: Journal) -> None:
+        self.finished: list[Stage] = []
+        self._device, self._journal = device, journal
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Measure what happens within the block; memory that the stage freed is given back at its end."""
+        self._device.release_cached()
+        self._device.reset_peak()
+        started = time.perf_counter()
+        with MemoryWatch() as watch:
+            yield
+            self._device.synchronize()
+        done = Stage(
+            name, time.perf_counter() - started, self._device.peak_bytes(), watch.peak_bytes
+        )
+        self.finished.append(done)
+        self._journal.write(
+            "stage", name=name, seconds=round(done.seconds, 3), device_bytes=done.device_bytes,
+            host_bytes=done.host_bytes,
+        )  # fmt: skip
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by stage name, equal names added up."""
+        total: dict[str, float] = {}
+        for one in self.finished:
+            total[one.name] = total.get(one.name, 0.0) + one.seconds
+        return {name: round(value, 3) for name, value in total.items()}

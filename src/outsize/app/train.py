@@ -1,0 +1,236 @@
+"""Train a recipe: cache what is missing, load the base once, take the steps, prove that the adapter lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+from outsize.adapters.adapter import Adapter, AdapterShape, delta_norms
+from outsize.adapters.health import as_fp32, require_delta
+from outsize.app.encode import build_corpus
+from outsize.app.parts import BASE
+from outsize.app.site import Site
+from outsize.base.errors import OutsizeError, RecipeError
+from outsize.data.batches import Corpus
+from outsize.families.protocol import BaseFamily
+from outsize.layers.model import FrozenModel
+from outsize.objectives.protocol import OBJECTIVES, FlowObjective
+from outsize.runs.checkpoint import newest_checkpoint, read_checkpoint
+from outsize.runs.folder import RunFolder
+from outsize.runs.requests import Requests
+from outsize.train.loop import Loop, LoopSettings, Outcome, StepReport
+from outsize.train.optimizers.protocol import OptimizerSettings
+from outsize.train.update import Update
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """How a training ended. step: updates done; resumed_at: where it took up, 0 for a fresh start."""
+
+    outcome: Outcome
+    step: int
+    resumed_at: int
+    last: StepReport | None
+
+
+def train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Trained:
+    """Train the recipe in its run folder, from the newest checkpoint that verifies.
+
+    Raises: every OutsizeError of what it calls; the run's state is then "failed".
+    """
+    run.set_state("preparing")
+    try:
+        trained = _train(site, run, watch)
+    except OutsizeError as error:
+        run.set_state("failed", error=type(error).__name__, message=str(error))
+        site.journal.write("failed", error=type(error).__name__, message=str(error))
+        raise
+    run.set_state(trained.outcome, step=trained.step)
+    site.journal.write(trained.outcome, step=trained.step)
+    return trained
+
+
+def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Trained:
+    recipe = site.recipe
+    requests = Requests(run)
+    with requests.listening():
+        corpus = build_corpus(site)
+        identity = {
+            "numbers": recipe.numbers_digest(),
+            "manifest": corpus.manifest.digest(),
+            "base": site.key(BASE),
+        }
+        with adapted(site, placement=site.placement_of(BASE)) as (model, adapter):
+            update = Update(
+                adapter.parameters(), recipe.train.optimizer, _optimizer_settings(recipe.train)
+            )
+            last: list[StepReport] = []
+
+            def seen(report: StepReport) -> None:
+                last[:] = [report]
+                watch(report)
+
+            loop = Loop(
+                settings=_loop_settings(recipe),
+                update=update,
+                begin_step=lambda: model.begin("train"),
+                loss_of=_loss_of(site, model, corpus),
+                requests=requests,
+                journal=site.journal,
+                checkpoints=run.checkpoints,
+                identity=identity,
+                watch=seen,
+            )
+            resumed_at = _resume(site, run, loop, identity)
+            run.set_state("running", step=resumed_at)
+            with site.stages.stage("train"):
+                outcome = loop.run()
+            _prove(site, adapter, update)
+    return Trained(
+        outcome, last[0].step if last else resumed_at, resumed_at, last[0] if last else None
+    )
+
+
+@contextmanager
+def adapted(site: Site, *, placement: str) -> Iterator[tuple[FrozenModel, Adapter]]:
+    """The base with a fresh adapter of the recipe's shape, for the time of the block."""
+    recipe, part = site.recipe, site.parts[BASE]
+    choice = recipe.adapter
+    with site.opened(BASE, placement=placement) as model:
+        adapter = Adapter(
+            model.module,
+            part.family.table(part.variant),
+            AdapterShape(choice.rank, choice.effective_alpha, choice.roles),
+        )
+        adapter.materialise_(
+            seed=recipe.train.seed,
+            device=site.device.torch_device,
+            dtype=site.device.compute_dtype,
+        )
+        site.journal.write(
+            "adapter", modules=len(adapter.paths), parameters=adapter.num_parameters,
+            rank=choice.rank, alpha=choice.effective_alpha,
+        )  # fmt: skip
+        site.progress.say(
+            f"adapter: {len(adapter.paths)} modules, {adapter.num_parameters:,} parameters, "
+            f"rank {choice.rank}"
+        )
+        yield model, adapter
+
+
+def _loss_of(site: Site, model: FrozenModel, corpus: Corpus) -> Callable[[int, int], Tensor]:
+    """The loss of a micro-batch by (step, place), drawn and computed as the recipe says."""
+    recipe, part = site.recipe, site.parts[BASE]
+    family, variant = cast("BaseFamily", part.family), part.variant
+    objective: FlowObjective = OBJECTIVES.load(family.objective)(
+        **recipe.train.timesteps.model_dump()
+    )
+    guidance = recipe.train.guidance
+    if guidance is None:
+        guidance = family.training_guidance(variant)
+    device, compute = site.device.torch_device, site.device.compute_dtype
+
+    def loss_of(step: int, place: int) -> Tensor:
+        batch = corpus.batch(step, place)
+        _, channels, height, width = batch.latents_BCHW.shape
+        shape = (channels, height, width)
+        mu = family.shift_mu(variant, family.num_tokens(variant, shape))
+        sigma_B, noise = objective.draw(batch.seeds, shape, mu)
+        conditions = {name: one.to(device, compute) for name, one in batch.conditions.items()}
+
+        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
+            return family.predict(variant, model.module, noisy, sigma, conditions, guidance)
+
+        return objective.loss(
+            predict,
+            batch.latents_BCHW.to(device),
+            sigma_B.to(device),
+            noise.to(device),
+            batch.loss_weight_B.to(device),
+            compute,
+        )
+
+    return loss_of
+
+
+def _resume(site: Site, run: RunFolder, loop: Loop, identity: dict[str, Any]) -> int:
+    """Take up the newest checkpoint that verifies; the step it is of, or 0.
+
+    Raises: RecipeError when it belongs to another recipe, other pictures or another base.
+    """
+    path, faults = newest_checkpoint(run.checkpoints)
+    for fault in faults:
+        site.progress.say(f"warning: passed over a broken checkpoint: {fault}")
+        site.journal.write("checkpoint_broken", fault=fault)
+    if path is None:
+        return 0
+    checkpoint = read_checkpoint(path)
+    before = checkpoint.values["identity"]
+    meaning = {"numbers": "the recipe", "manifest": "the pictures or captions", "base": "the base"}
+    changed = [text for key, text in meaning.items() if before[key] != identity[key]]
+    if changed:
+        raise RecipeError(
+            f"{path} was trained with other settings: {', '.join(changed)} changed since. "
+            "Give the recipe another name, or undo the change"
+        )
+    loop.resume_(checkpoint)
+    site.progress.say(f"resuming after step {checkpoint.step}")
+    site.journal.write("resumed", step=checkpoint.step)
+    return checkpoint.step
+
+
+def _prove(site: Site, adapter: Adapter, update: Update) -> None:
+    """Refuse an adapter that did nothing; name the modules that did not move."""
+    norms = delta_norms(
+        as_fp32(update.masters), adapter.paths, adapter.shape.alpha / adapter.shape.rank
+    )
+    zero = require_delta(norms)
+    mean = sum(norms.values()) / len(norms)
+    site.journal.write("delta", modules=len(norms), mean_norm=mean, zero=zero)
+    site.progress.say(
+        f"adapter: the delta's norm is {mean:.4g} on average over {len(norms)} modules"
+    )
+    for path in zero:
+        site.progress.say(f"warning: {path} did not move")
+
+
+def load_adapter_(run: RunFolder, adapter: Adapter) -> int:
+    """Put the newest checkpoint's values into the adapter; the step they are of.
+
+    Raises: RecipeError when the run has no checkpoint that verifies.
+    """
+    path, faults = newest_checkpoint(run.checkpoints)
+    if path is None:
+        more = f" ({'; '.join(faults)})" if faults else ""
+        raise RecipeError(
+            f"{run.path} has no checkpoint to take an adapter from{more}; train first"
+        )
+    checkpoint = read_checkpoint(path)
+    adapter.load_(dict(checkpoint.groups["adapter"]))
+    return checkpoint.step
+
+
+def _loop_settings(recipe: Any) -> LoopSettings:
+    train = recipe.train
+    return LoopSettings(
+        num_steps=train.steps,
+        accumulate=train.accumulate,
+        learning_rate=train.learning_rate,
+        warmup_steps=train.warmup_steps,
+        clip_norm=train.clip_norm,
+        checkpoint_every=recipe.checkpoints.every,
+        checkpoints_kept=recipe.checkpoints.keep,
+    )
+
+
+def _optimizer_settings(train: Any) -> OptimizerSettings:
+    return OptimizerSettings(
+        learning_rate=train.learning_rate,
+        betas=train.betas,
+        epsilon=train.epsilon,
+        weight_decay=train.weight_decay,
+    )

@@ -1,0 +1,90 @@
+"""From the arguments that several commands share to a site and a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outsize.base.errors import RecipeError
+
+if TYPE_CHECKING:
+    from outsize.app.site import Site
+    from outsize.recipes.recipe import Recipe
+    from outsize.runs.folder import RunFolder
+
+RecipeArgument = Annotated[
+    Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)
+]
+RunArgument = Annotated[
+    Path, typer.Argument(help="A run folder, or the recipe of the run.", show_default=False)
+]
+RamOption = Annotated[
+    str, typer.Option("--ram", help="Host memory that preparing may take, as in 4GiB.")
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device", help="cuda, rocm or cpu; left out: the best one present.", show_default=False
+    ),
+]
+OfflineOption = Annotated[
+    bool, typer.Option("--offline", help="Ask nothing of the network (as HF_HUB_OFFLINE=1).")
+]
+DEFAULT_RAM = "2GiB"
+
+
+def recipe_and_run(path: Path) -> tuple[Recipe, RunFolder]:
+    """The recipe that a path names (a YAML file, or a run folder that holds one), and its run folder.
+
+    Raises: RecipeError when it is neither.
+    """
+    from outsize.recipes.load import load_recipe, recipe_from_json
+    from outsize.runs.folder import RunFolder
+
+    if path.is_dir():
+        run = RunFolder(path)
+        if not run.recipe.exists():
+            raise RecipeError(f"{path} is no run folder: it holds no {run.recipe.name}")
+        text = run.recipe.read_text(encoding="utf-8")
+        return recipe_from_json(json.loads(text), origin=str(run.recipe)), run
+    recipe = load_recipe(path)
+    return recipe, RunFolder(recipe.run_folder())
+
+
+@contextmanager
+def open_site(
+    recipe: Recipe, run: RunFolder, *, ram: str, device: str | None, offline: bool
+) -> Iterator[Site]:
+    """A site whose progress goes to the terminal and whose journal is the run's.
+
+    Raises: MachineFault when another process works in the run folder.
+    """
+    # before torch is imported: two threads that spin stall each other on a busy machine
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    from outsize.app.site import Site
+    from outsize.base.files import write_json_atomically
+    from outsize.base.journal import Journal
+    from outsize.base.units import parse_bytes
+    from outsize.cli._progress import open_progress
+    from outsize.devices.protocol import open_device
+
+    opened = open_device(device)
+    with run.locked(), open_progress() as progress:
+        write_json_atomically(run.recipe, recipe.to_json())
+        journal = Journal(run.journal)
+        journal.write(
+            "device", kind=opened.kind, name=opened.name, compute=str(opened.compute_dtype)
+        )
+        try:
+            yield Site(
+                recipe, opened, journal, progress, ram_bytes=parse_bytes(ram), offline=offline
+            )
+        finally:
+            journal.close()

@@ -1,0 +1,56 @@
+"""Tables on standard output: drawn by rich on a terminal, plain columns elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from outsize.base.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from outsize.app.stages import Stage
+
+
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under a head; the first column is text, the others stand right."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*head[:1], title=title, title_justify="left")
+        for name in head[1:]:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    print(title)
+    for row in (head, *rows):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def print_stages(stages: Sequence[Stage]) -> None:
+    """Where time and memory went; the largest peak is the run's peak."""
+    rows = [
+        (
+            one.name,
+            format_seconds(one.seconds),
+            format_bytes(one.device_bytes) if one.device_bytes else "-",
+            format_bytes(one.host_bytes),
+        )
+        for one in stages
+    ]
+    if rows:
+        rows.append(
+            (
+                "all, and the largest peak",
+                format_seconds(sum(one.seconds for one in stages)),
+                format_bytes(max(one.device_bytes for one in stages)) or "-",
+                format_bytes(max(one.host_bytes for one in stages)),
+            )
+        )
+    print_table("Where time and memory went", ("stage", "time", "device peak", "host peak"), rows)

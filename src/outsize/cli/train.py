@@ -1,0 +1,57 @@
+"""`outsize train`: plan, prepare what is missing, train, and say where time and memory went."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from outsize.base.errors import EXIT_COMPLETED, EXIT_STOPPED
+from outsize.cli._site import (
+    DEFAULT_RAM,
+    DeviceOption,
+    OfflineOption,
+    RamOption,
+    RecipeArgument,
+    open_site,
+    recipe_and_run,
+)
+
+if TYPE_CHECKING:
+    from outsize.app.site import Site
+    from outsize.train.loop import StepReport
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("train")(train)
+
+
+def train(
+    recipe: RecipeArgument,
+    *,
+    ram: RamOption = DEFAULT_RAM,
+    device: DeviceOption = None,
+    offline: OfflineOption = False,
+) -> int:
+    """Train a recipe, from its newest checkpoint if there is one. Ctrl-C saves and stops."""
+    chosen, run = recipe_and_run(recipe)
+    with open_site(chosen, run, ram=ram, device=device, offline=offline) as site:
+        from outsize.app.train import train as train_site
+        from outsize.cli._tables import print_stages
+
+        trained = train_site(site, run, lambda report: show_step(site, report))
+        print_stages(site.stages.finished)
+        print(f"{trained.outcome} after step {trained.step} of {chosen.train.steps}: {run.path}")
+    return EXIT_COMPLETED if trained.outcome == "completed" else EXIT_STOPPED
+
+
+def show_step(site: Site, report: StepReport) -> None:
+    """Tell the person watching how a step went."""
+    site.progress.advance("train", report.step, report.num_steps, "steps")
+    is_first = report.step == 1
+    if is_first or report.step % max(1, report.num_steps // 20) == 0:
+        site.progress.say(
+            f"step {report.step}: loss {report.loss:.4f}, gradient {report.grad_norm:.3g}, "
+            f"{report.seconds:.2f} s"
+        )
