@@ -94,10 +94,10 @@ def decode(
     parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype, *, group: int
 ) -> Tensor:
     """The matrix (N, K) in `dtype`, by the kernel in use on the parts' device."""
-    from outsize.formats._bitsandbytes import is_bitsandbytes
+    from outsize.formats._bitsandbytes import kernel_of
 
     codes = parts["codes"]
-    by_bitsandbytes = is_bitsandbytes(codes.device.type, codes.device.index)
+    by_bitsandbytes = kernel_of(codes.device.type, codes.device.index).is_bitsandbytes
     scales = widen_scales(parts, by_bitsandbytes=by_bitsandbytes)
     by = decode_by_bitsandbytes if by_bitsandbytes else decode_by_torch
     return by(codes, scales, shape, dtype, group=group)
