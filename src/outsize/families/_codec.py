@@ -26,6 +26,7 @@ class Stack:
     latent_channels: int
     resnets_per_level: int = 2
     norm_groups: int = 32
+    sample_size: int = 1024
 
     @property
     def stride(self) -> int:
@@ -45,7 +46,7 @@ class Stack:
             "latent_channels": self.latent_channels,
             "norm_num_groups": self.norm_groups,
             "act_fn": "silu",
-            "sample_size": 1024,
+            "sample_size": self.sample_size,
             "mid_block_add_attention": True,
         }
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from outsize.base.errors import RecipeError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -28,14 +30,26 @@ def flow_sigmas(num_steps: int, mu: float | None) -> list[float]:
     return [*(float(sigma) for sigma in sigmas.astype(np.float32)), 0.0]
 
 
-@contextmanager
-def exact_sinusoids(time_proj: nn.Module, *values_B: Tensor) -> Iterator[None]:
-    """Make the sinusoid module see these fp32 values, in the order of its calls, instead of what it is given.
+def check_guidance(variant: str, guidance: float | None, *, is_needed: bool) -> None:
+    """Refuse a guidance that the model has no input for, and a missing one.
 
-    Upstream casts timestep and guidance to the type of the hidden states before it multiplies by 1000, which in bf16
-    moves a timestep by up to 4 of 1000. In fp32 nothing changes.
+    Raises: RecipeError in both cases. True guidance, two predictions that the caller mixes, is not the model's input.
     """
-    waiting = list(values_B)
+    if is_needed and guidance is None:
+        raise RecipeError(f"{variant} is guidance-distilled: give it a guidance (1.0 to train it)")
+    if not is_needed and guidance is not None:
+        raise RecipeError(f"{variant} takes no guidance, but {guidance} was given; leave it out")
+
+
+@contextmanager
+def exact_time(time_proj: nn.Module, sigma_B: Tensor, guidance_B: Tensor | None) -> Iterator[None]:
+    """Make the sinusoid module see time and guidance, times 1000, in fp32, instead of what it is given.
+
+    Upstream casts both to the type of the hidden states before it multiplies by 1000, which in bf16 moves a timestep by
+    up to 4 of 1000. In fp32 nothing changes. Upstream looks up time first, then guidance.
+    """
+    values = (sigma_B,) if guidance_B is None else (sigma_B, guidance_B)
+    waiting = [value.float() * TIMESTEP_SCALE for value in values]
     handle = time_proj.register_forward_pre_hook(lambda _module, _args: (waiting.pop(0),))
     try:
         yield

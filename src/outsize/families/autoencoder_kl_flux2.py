@@ -31,6 +31,14 @@ _PATCH = 2
 
 VARIANTS: dict[str, Stack] = {
     "flux2": Stack(channels=(128, 256, 512, 512), latent_channels=32),
+    # the small base that ships with this package; its config.json is the truth
+    "teaching": Stack(
+        channels=(32, 64, 96),
+        latent_channels=8,
+        resnets_per_level=1,
+        norm_groups=16,
+        sample_size=48,
+    ),
     "tiny": Stack(channels=(8, 16), latent_channels=4, resnets_per_level=1, norm_groups=4),
 }
 

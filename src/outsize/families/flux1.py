@@ -9,15 +9,13 @@ Dimensions: B batch, C channels, H W latent height and width, N image tokens, T 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outsize.base.errors import RecipeError
 from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.families._build import build_on_meta, row_of
-from outsize.families._flow import TIMESTEP_SCALE, exact_sinusoids, flow_sigmas
+from outsize.families._flow import check_guidance, exact_time, flow_sigmas
 from outsize.families._generation1 import SINGLE_FILE, shape_table
 from outsize.families.protocol import Component
 
@@ -210,12 +208,12 @@ class Flux1:
         Raises: RecipeError when a guidance-distilled variant gets none, or another one gets some.
         """
         row = row_of("flux1", VARIANTS, variant)
-        _check_guidance(variant, guidance, is_needed=row.has_guidance)
+        check_guidance(variant, guidance, is_needed=row.has_guidance)
         dtype, device = noisy_BCHW.dtype, noisy_BCHW.device
         height, width = (size // 2 for size in noisy_BCHW.shape[-2:])
         text_BTD = conditions["text"].to(dtype)
         guidance_B = None if guidance is None else sigma_B.new_full(sigma_B.shape, guidance)
-        with _exact_time(model, sigma_B, guidance_B):
+        with exact_time(model.get_submodule("time_text_embed.time_proj"), sigma_B, guidance_B):
             tokens_BNC = model(
                 hidden_states=_pack(noisy_BCHW),
                 encoder_hidden_states=text_BTD,
@@ -258,21 +256,6 @@ class Flux1:
     def shift_mu(self, variant: str, num_tokens: int) -> float:
         """The mu it is sampled with; 0 moves nothing."""
         return linear_mu(num_tokens) if row_of("flux1", VARIANTS, variant).is_shifted else 0.0
-
-
-def _exact_time(
-    model: nn.Module, sigma_B: Tensor, guidance_B: Tensor | None
-) -> AbstractContextManager[None]:
-    values = (sigma_B,) if guidance_B is None else (sigma_B, guidance_B)
-    time_proj = model.get_submodule("time_text_embed.time_proj")
-    return exact_sinusoids(time_proj, *(value.float() * TIMESTEP_SCALE for value in values))
-
-
-def _check_guidance(variant: str, guidance: float | None, *, is_needed: bool) -> None:
-    if is_needed and guidance is None:
-        raise RecipeError(f"{variant} is guidance-distilled: give it a guidance (1.0 to train it)")
-    if not is_needed and guidance is not None:
-        raise RecipeError(f"{variant} takes no guidance, but {guidance} was given; leave it out")
 
 
 def _pack(latent_BCHW: Tensor) -> Tensor:

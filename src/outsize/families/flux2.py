@@ -10,15 +10,13 @@ Dimensions: B batch, C channels, H W latent height and width, N image tokens, T 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outsize.base.errors import RecipeError
 from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.families._build import build_on_meta, row_of
-from outsize.families._flow import TIMESTEP_SCALE, exact_sinusoids, flow_sigmas
+from outsize.families._flow import check_guidance, exact_time, flow_sigmas
 from outsize.families._generation2 import SINGLE_FILE, shape_table
 from outsize.families.protocol import Component
 
@@ -61,7 +59,7 @@ class Variant:
     in_channels: int = 128
     axes: tuple[int, ...] = (32, 32, 32, 32)
     text_tokens: int = 512
-    mu: Callable[[int, int], float] = empirical_mu
+    mu: Callable[[int, int], float] | None = empirical_mu
 
     @property
     def width(self) -> int:
@@ -98,6 +96,22 @@ _TINY: dict[str, Any] = {
     "text_tokens": 64,
     "codec": "tiny",
 }
+# Its packaged config.json files are the truth; a test holds this row to them.
+_TEACHING: dict[str, Any] = {
+    "num_double": 2,
+    "num_single": 6,
+    "num_heads": 4,
+    "head_dim": 48,
+    "joint_width": 384,
+    "in_channels": 32,
+    "axes": (12, 12, 12, 12),
+    "text": ("qwen3_text", "teaching"),
+    "text_tokens": 24,
+    "codec": "teaching",
+    "num_steps": 12,
+    "guidance": None,
+    "mu": None,  # 36 tokens: it is trained and sampled without a shift
+}
 _BASE: dict[str, Any] = {"num_steps": 50, "guidance": 4.0, "is_true_cfg": True}
 _DISTILLED: dict[str, Any] = {"num_steps": 4, "guidance": None}
 
@@ -117,6 +131,7 @@ VARIANTS: dict[str, Variant] = {
     "klein-9b": Variant(**_KLEIN_9B, **_DISTILLED),
     "klein-base-4b": Variant(**_KLEIN_4B, **_BASE),
     "klein-base-9b": Variant(**_KLEIN_9B, **_BASE),
+    "teaching": Variant(**_TEACHING),
     "tiny": Variant(
         **_TINY, text=("mistral3_text", "tiny"), num_steps=4, guidance=4.0, has_guidance=True
     ),
@@ -223,11 +238,11 @@ class Flux2:
         predictions, which the caller mixes).
         """
         row = row_of("flux2", VARIANTS, variant)
-        _check_guidance(variant, guidance, is_needed=row.has_guidance)
+        check_guidance(variant, guidance, is_needed=row.has_guidance)
         height, width = noisy_BCHW.shape[-2:]
         text_BTD = conditions["text"].to(noisy_BCHW.dtype)
         guidance_B = None if guidance is None else sigma_B.new_full(sigma_B.shape, guidance)
-        with _exact_time(model, sigma_B, guidance_B):
+        with exact_time(model.get_submodule("time_guidance_embed.time_proj"), sigma_B, guidance_B):
             tokens_BNC = model(
                 hidden_states=noisy_BCHW.flatten(2).transpose(1, 2),
                 encoder_hidden_states=text_BTD,
@@ -255,32 +270,22 @@ class Flux2:
 
     def scheduler_config(self, variant: str) -> dict[str, Any]:
         """What upstream's scheduler_config.json says."""
-        row_of("flux2", VARIANTS, variant)
-        return {"num_train_timesteps": 1000, "shift": 3.0, "use_dynamic_shifting": True}
+        is_shifted = row_of("flux2", VARIANTS, variant).mu is not None
+        return {
+            "num_train_timesteps": 1000,
+            "shift": 3.0 if is_shifted else 1.0,
+            "use_dynamic_shifting": is_shifted,
+        }
 
     def sigmas(self, variant: str, num_steps: int, num_tokens: int) -> list[float]:
-        """linspace(1, 1/n, n), shifted by the empirical mu, then 0."""
-        mu = row_of("flux2", VARIANTS, variant).mu(num_tokens, num_steps)
-        return flow_sigmas(num_steps, mu)
+        """linspace(1, 1/n, n), shifted by the variant's mu if it has one, then 0."""
+        mu = row_of("flux2", VARIANTS, variant).mu
+        return flow_sigmas(num_steps, None if mu is None else mu(num_tokens, num_steps))
 
     def shift_mu(self, variant: str, num_tokens: int) -> float:
-        """The mu that undistilled models are sampled with."""
-        return row_of("flux2", VARIANTS, variant).mu(num_tokens, _TRAINING_STEPS)
-
-
-def _exact_time(
-    model: nn.Module, sigma_B: Tensor, guidance_B: Tensor | None
-) -> AbstractContextManager[None]:
-    values = (sigma_B,) if guidance_B is None else (sigma_B, guidance_B)
-    time_proj = model.get_submodule("time_guidance_embed.time_proj")
-    return exact_sinusoids(time_proj, *(value.float() * TIMESTEP_SCALE for value in values))
-
-
-def _check_guidance(variant: str, guidance: float | None, *, is_needed: bool) -> None:
-    if is_needed and guidance is None:
-        raise RecipeError(f"{variant} is guidance-distilled: give it a guidance (1.0 to train it)")
-    if not is_needed and guidance is not None:
-        raise RecipeError(f"{variant} takes no guidance, but {guidance} was given; leave it out")
+        """The mu that undistilled models are sampled with; 0 moves nothing."""
+        mu = row_of("flux2", VARIANTS, variant).mu
+        return 0.0 if mu is None else mu(num_tokens, _TRAINING_STEPS)
 
 
 def _positions(t: int, h: int, w: int, length: int, *, device: torch.device) -> Tensor:

@@ -25,6 +25,20 @@ _PUBLISHED: dict[str, Any] = {
 VARIANTS: dict[str, Decoder] = {
     "4b": Decoder(width=2560, inner=9728, **_PUBLISHED),
     "8b": Decoder(width=4096, inner=12288, **_PUBLISHED),
+    # the small base that ships with this package; its config.json is the truth
+    "teaching": Decoder(
+        width=128,
+        inner=256,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        vocabulary=8192,
+        rope_theta=10_000.0,
+        max_positions=512,
+        max_length=24,
+        read=(1, 2, 3),
+    ),
     "tiny": Decoder(
         width=64,
         inner=128,

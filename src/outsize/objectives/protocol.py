@@ -17,10 +17,12 @@ OBJECTIVES = Catalogue("outsize.objectives", "objective")
 class FlowObjective(Protocol):
     """Rectified flow: x_t = (1 - sigma) x + sigma noise, target = noise - x."""
 
-    def draw(self, seeds: Sequence[int], shape: tuple[int, ...], mu: float) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, seeds: Sequence[int], shape: tuple[int, ...], mu: float
+    ) -> tuple[Tensor, Tensor]:
         """sigma_B (fp32, CPU) and noise (B, *shape) (fp32, CPU), one generator per sample seed."""
 
-    def loss(
+    def loss(  # noqa: PLR0917 - read in the order in which a step makes them
         self,
         predict: Callable[[Tensor, Tensor], Tensor],
         clean: Tensor,
