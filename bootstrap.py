@@ -14,8 +14,6 @@ Only the standard library, because this runs before anything else is there. Set 
 `cpu`, `cu126`, `cu130`, `rocm7.2` or `default` (your ordinary index) to overrule the choice.
 """
 
-from __future__ import annotations
-
 import sys
 
 MINIMUM_PYTHON = (3, 11)
@@ -35,9 +33,6 @@ import signal
 import subprocess
 import time
 import tomllib
-import urllib.error
-import urllib.request
-import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,16 +173,18 @@ def settle_build(build: Build) -> Build:
     """Give way to the ordinary index where the vendor's does not answer, and say what that means."""
     if build.tag == "default" or _answers(f"{VENDOR_INDEX}{build.tag}/torch/"):
         return build
-    means = {"Linux": "the CUDA build on x86-64", "Windows": "a CPU-only build"}
-    plain = means.get(platform.system(), "the only build there is")
+    means = {"Linux": "publicly the CUDA build", "Windows": "publicly a CPU-only build"}
     return Build(
         "default",
-        f"{build.why}: that asks for {build.tag}, but {VENDOR_INDEX} does not answer; your"
-        f" ordinary index serves instead (publicly, {plain})",
+        f"{build.why}. The {build.tag} build would fit, but {VENDOR_INDEX} does not answer, so the"
+        f" plain release comes from your ordinary index"
+        f" ({means.get(platform.system(), 'the only build there is')})",
     )
 
 
 def _answers(url: str) -> bool:
+    import urllib.request  # here, as it takes longer to load than a later start takes in all
+
     request = urllib.request.Request(url, method="HEAD")  # noqa: S310 - a constant https address
     try:
         with urllib.request.urlopen(request, timeout=PROBE_S):  # noqa: S310
@@ -265,6 +262,8 @@ def _make_venv(*, needed_bytes: int) -> None:
             f"installing needs {need:.0f} GiB of disk; {ROOT} has {free:.1f} GiB free."
         )
     print(f"environment: {VENV}", flush=True)
+    import venv
+
     try:
         venv.create(VENV, clear=True, with_pip=True, symlinks=os.name != "nt")
     except (OSError, subprocess.CalledProcessError) as error:
@@ -282,17 +281,15 @@ def pip(title: str, arguments: Sequence[str]) -> None:
     started, tail = time.monotonic(), collections.deque[str](maxlen=15)
     command = [str(PYTHON), "-m", "pip", "install", "--progress-bar=off", "--no-input", *arguments]
     print(f"installing {title} ...", end="", flush=True)
-    with (
-        LOG.open("a", encoding="utf-8") as log,
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=child_environment(),
-        ) as work,
-    ):
+    work = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=child_environment(),
+    )
+    with LOG.open("a", encoding="utf-8") as log, work:
         for line in work.stdout or ():
             log.write(line)
             tail.append(line.rstrip())

@@ -304,3 +304,9 @@ def test_bootstrap_imports_only_the_standard_library() -> None:
         )
     }
     assert names <= sys.stdlib_module_names, names - sys.stdlib_module_names
+
+
+def test_an_old_python_can_read_the_file_far_enough_to_be_told_so() -> None:
+    """A syntax error on line 200 is no answer to "which Python do I need?"."""
+    text = (ROOT / "bootstrap.py").read_text(encoding="utf-8")
+    ast.parse(text, feature_version=(3, 7))
