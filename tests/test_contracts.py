@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -36,15 +36,22 @@ PLUG_IN_FOLDERS = ("families", "formats", "placement", "dialects", "objectives",
 
 # Who may name which plug-in, and why: (file, plug-in's file, reason), as patterns below the package.
 NAME_EXCEPTIONS = (
-    ("*", "devices/cpu.py", "torch's own word for host memory, whatever the device"),
+    # torch's own words, which two plug-ins happen to share
+    ("*", "devices/cpu.py", "torch's word for host memory, whatever the device"),
     ("devices/rocm.py", "devices/cuda.py", "torch calls an AMD card's device type cuda as well"),
-    ("families/*", "objectives/*", "an architecture was trained with one objective: a fact of it"),
+    ("formats/_*", "devices/cuda.py", "the device type that a kernel is registered for"),
+    # facts of an architecture, which its family is there to state
+    ("families/*", "objectives/*", "an architecture was trained with one objective"),
+    ("families/*", "families/*", "siblings name each other as components: encoders and codecs"),
     ("families/*", "dialects/diffusers.py", "the layout of that library's folders bears its name"),
-    (
-        "recipes/recipe.py",
-        "formats/plain.py",
-        "the default of image codecs; and pydantic's own word",
-    ),
+    # `plain` is the absence of a format: what is not packed is held in it, whatever packs the rest
+    ("formats/_packing.py", "formats/plain.py", "what the format asked for cannot hold"),
+    ("app/parts.py", "formats/plain.py", "norms and embeddings beside packed matrices"),
+    ("recipes/recipe.py", "formats/plain.py", "image codecs, unless the recipe says otherwise"),
+    # defaults, each stated once, where the person who leaves the choice open will look
+    ("recipes/recipe.py", "formats/nf4.py", "the default of a recipe that names no format"),
+    ("cli/export.py", "dialects/diffusion_model.py", "the default of --to"),
+    ("app/site.py", "placement/*", "what a recipe gets that leaves the placement at auto"),
 )
 
 MAX_FILE_LINES = 400
@@ -223,8 +230,14 @@ def all_mentions() -> Iterator[tuple[str, str, str]]:
     known = plug_ins()
     for module in modules():
         for plug_in, found in mentions(module, known):
-            if module.file != plug_in and module.top != "teaching":
+            if not is_own(module.file, plug_in) and module.top != "teaching":
                 yield module.file, plug_in, found
+
+
+def is_own(file: str, plug_in: str) -> bool:
+    """Whether a file is the plug-in or a helper named after it: `_nf4_kernels.py` is nf4's own."""
+    own = PurePosixPath(plug_in)
+    return file == plug_in or fnmatch(file, f"{own.parent}/_{own.stem}*.py")
 
 
 def test_no_file_names_a_plug_in() -> None:
@@ -328,23 +341,34 @@ CODE_SPAN = re.compile(r"`([\w.\-]+(?:/[\w.\-]+)*/?)`")
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)[^)]*\)")
 PLACEHOLDER = re.compile(r"(^|/)[A-Z]{3,}(?=[-/.]|$)(?!\.md)|\.\.\.")  # runs/NAME/, NNN-title.md
 SOURCE_SUFFIXES = {".md", ".py", ".toml", ".yml"}  # other suffixes are the user's own files
+OUR_FOLDERS = {"src", "tests", "docs", "examples", "tools", "bench", ".ci", ".github", *RANK_OF}
 
 
 def paths_named(text: str) -> set[str]:
-    """Return the paths of this repository that a document names, in code spans and in links."""
-    spans = {
-        span
-        for span in CODE_SPAN.findall(text)
-        if not PLACEHOLDER.search(span)
-        and (Path(span).suffix in SOURCE_SUFFIXES or (ROOT / span.split("/")[0]).is_dir())
-        and (span.count("/") or Path(span).suffix in SOURCE_SUFFIXES)
-    }
+    """Return the paths of this repository that a document names, in code spans and in links.
+
+    A span with a slash is ours if it starts in a folder of ours: `comfy/lora.py` is somebody
+    else's file, and `a-lab/model-9` is no file at all.
+    """
+    spans = set()
+    for span in CODE_SPAN.findall(text):
+        is_path = span.split("/")[0] in OUR_FOLDERS if "/" in span else is_source(span)
+        spans |= {span} if is_path and not PLACEHOLDER.search(span) else set()
     return spans | set(LINK.findall(text))
 
 
+def is_source(name: str) -> bool:
+    return Path(name).suffix in SOURCE_SUFFIXES
+
+
 def exists(span: str, document: Path) -> bool:
-    """Whether a path is there, counted from the repository, the package or the document."""
-    return any((base / span).exists() for base in (ROOT, PACKAGE, document.parent))
+    """Whether a path is there, counted from the repository, the package or the document.
+
+    A bare file name, such as `protocol.py`, may stand for any file of that name.
+    """
+    if any((base / span).exists() for base in (ROOT, PACKAGE, document.parent)):
+        return True
+    return "/" not in span and any(PACKAGE.rglob(span))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -356,9 +380,7 @@ def test_every_path_a_document_names_exists(document: Path) -> None:
 
 
 def test_paths_are_told_from_other_words() -> None:
-    text = (
-        "`src/outsize` `docs/no.md` `runs/NAME/` `torch.load` `a-lab/MODEL-9` [x](docs/y.md) `z.py`"
-    )
+    text = "`src/outsize` `docs/no.md` `runs/NAME/` `torch.load` `a-lab/model-9` `comfy/lora.py` [x](docs/y.md) `z.py`"
     assert paths_named(text) == {"src/outsize", "docs/no.md", "docs/y.md", "z.py"}
 
 
