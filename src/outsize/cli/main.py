@@ -66,10 +66,8 @@ def build_app() -> typer.Typer:
     package = importlib.import_module("outsize.cli")
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     for name in names:
-        if name != "main":
-            module = importlib.import_module(f"outsize.cli.{name}")
-            if hasattr(module, "register"):
-                module.register(app)
+        if name != "main" and not name.startswith("_"):
+            importlib.import_module(f"outsize.cli.{name}").register(app)
     return app
 
 

@@ -1,0 +1,99 @@
+"""`outsize plan`: what a recipe costs on this machine or a stated one, before anything is opened."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from outsize.devices._profile import MachineProfile
+    from outsize.plan.plan import Plan
+    from outsize.plan.report import Table
+    from outsize.recipes.recipe import Recipe
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(name="plan")(plan)
+
+
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)],
+    *,
+    vram: Annotated[
+        str | None, typer.Option("--vram", help="GPU memory to plan for, as in 8GiB; 0GiB: no GPU.")
+    ] = None,
+    ram: Annotated[str | None, typer.Option("--ram", help="RAM to plan for, as in 16GiB.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Name of the card to plan for.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as one JSON object.")
+    ] = False,
+) -> int:
+    """Say what a recipe costs, by phase and owner, without opening anything; exit code 4 when it does not fit."""
+    from outsize.plan.planner import make_plan
+    from outsize.recipes.load import load_recipe
+
+    asked = load_recipe(recipe)
+    made = make_plan(asked, _machine(asked, vram, ram, gpu), num_pictures=count_pictures(asked))
+    if as_json:
+        print(json.dumps(made.to_json(), indent=2, ensure_ascii=False))
+    else:
+        print_plan(made)
+    made.require_fit()
+    return 0
+
+
+def print_plan(made: Plan) -> None:
+    """The plan as tables: laid out by rich on a terminal, plain columns elsewhere."""
+    from outsize.plan.report import as_text, headline, sentences, tables
+
+    is_terminal = sys.stdout.isatty()
+    print(headline(made))
+    for table in tables(made):
+        print()
+        if is_terminal:
+            _print_rich(table)
+        else:
+            print(as_text(table))
+    print()
+    for sentence in sentences(made):
+        print(sentence)
+
+
+def count_pictures(recipe: Recipe) -> int | None:
+    """Picture files in the recipe's folders, counted by name; None when none of the folders is there."""
+    folders = [one.folder for one in recipe.data.sets if one.folder.is_dir()]
+    if not folders:
+        return None
+    endings = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
+    return sum(path.suffix.lower() in endings for folder in folders for path in folder.rglob("*"))
+
+
+def _machine(recipe: Recipe, vram: str | None, ram: str | None, gpu: str | None) -> MachineProfile:
+    """This machine, or the stated one."""
+    from outsize.base.units import parse_bytes
+    from outsize.devices._profile import read_machine, stated
+
+    here = read_machine(recipe.cache_folder())
+    if vram is None and ram is None and gpu is None:
+        return here
+    sizes = [None if text is None else parse_bytes(text) for text in (vram, ram)]
+    return stated(vram_bytes=sizes[0], ram_bytes=sizes[1], gpu=gpu, base=here)
+
+
+def _print_rich(table: Table) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    laid_out = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+    last = len(table.heads) - 1
+    for column, head in enumerate(table.heads):
+        laid_out.add_column(head, justify="left" if column in {0, last} else "right")
+    for row in table.rows:
+        laid_out.add_row(*row)
+    Console().print(laid_out)

@@ -1,0 +1,159 @@
+"""The plan: what a recipe will cost on a machine, where, and why; or why it cannot be.
+
+A value, complete in itself: it is written to the run folder as JSON, read back, and compared with what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from outsize.base.errors import DoesNotFit
+from outsize.devices._profile import MachineProfile
+from outsize.plan.estimate import Holding, Item, Phase
+
+VERSION = 1
+# An estimate further off than this is a defect of the estimate, not of the machine.
+TOLERANCE = 0.10
+_CONTEXT = "context"  # memory of the driver, which no allocator reports
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes that may be used. device_bytes is None where there is no GPU."""
+
+    device_bytes: int | None
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A placement of the base, what the whole run peaks at with it, and why it was taken or left."""
+
+    holding: Holding
+    device_bytes: int
+    host_bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One estimate beside its measurement. off: relative error, positive when more was used than planned."""
+
+    phase: str
+    pool: str
+    planned_bytes: int
+    measured_bytes: int
+
+    @property
+    def off(self) -> float:
+        return self.measured_bytes / max(self.planned_bytes, 1) - 1
+
+    @property
+    def is_within_tolerance(self) -> bool:
+        """Whether the plan kept its promise."""
+        return abs(self.off) <= TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a recipe costs on a machine. refusal is None when it fits; remedy names the smallest change that would."""
+
+    name: str
+    digest: str
+    base: str
+    machine: MachineProfile
+    budget: Budget
+    chosen: Choice
+    runner_up: Choice | None
+    phases: tuple[Phase, ...]
+    disk: tuple[Item, ...]
+    notes: tuple[str, ...] = ()
+    refusal: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase stays within the budget."""
+        return self.refusal is None
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that takes most of the memory that computes."""
+        return max(self.phases, key=lambda phase: (phase.device_bytes, phase.host_bytes))
+
+    def holding_of(self, slot: str) -> Holding | None:
+        """How the blocks of one model are to be held: slot "base" or that of a text encoder; None for codecs."""
+        name = "train step" if slot == "base" else f"cache {slot}"
+        return next(phase.holding for phase in self.phases if phase.name == name)
+
+    def require_fit(self) -> None:
+        """Go on only with a plan that fits.
+
+        Raises: DoesNotFit with the figures and the smallest change that fits.
+        """
+        if self.refusal is not None:
+            raise DoesNotFit(self.refusal)
+
+    def compare(self, measured: Mapping[str, Mapping[str, int]]) -> tuple[Comparison, ...]:
+        """Estimates beside measurements, {phase: {"device" or "host": bytes}}, in the order of the phases.
+
+        "device" is the allocator's peak, so the driver's context is left out of the estimate.
+        """
+        rows = []
+        for phase in self.phases:
+            for pool, value in measured.get(phase.name, {}).items():
+                context = sum(one.num_bytes for one in phase.items if one.owner == _CONTEXT)
+                planned = phase.device_bytes - context if pool == "device" else phase.host_bytes
+                rows.append(Comparison(phase.name, pool, planned, value))
+        return tuple(rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values, keys in the order in which a reader wants them."""
+        return {
+            "version": VERSION,
+            "recipe": {"name": self.name, "digest": self.digest, "base": self.base},
+            "fits": self.fits,
+            "refusal": self.refusal,
+            "machine": self.machine.to_json(),
+            "budget": asdict(self.budget),
+            "placement": _choice_json(self.chosen),
+            "runner_up": None if self.runner_up is None else _choice_json(self.runner_up),
+            "peak": {
+                "phase": self.peak.name,
+                "device_bytes": max(phase.device_bytes for phase in self.phases),
+                "host_bytes": max(phase.host_bytes for phase in self.phases),
+            },
+            "phases": [_phase_json(phase) for phase in self.phases],
+            "disk": [asdict(item) for item in self.disk],
+            "notes": list(self.notes),
+        }
+
+
+def _choice_json(choice: Choice) -> dict[str, Any]:
+    return {
+        **_holding_json(choice.holding),
+        "device_bytes": choice.device_bytes,
+        "host_bytes": choice.host_bytes,
+        "why": choice.why,
+    }
+
+
+def _holding_json(holding: Holding) -> dict[str, Any]:
+    return {
+        "kind": holding.kind,
+        "slots": holding.slots,
+        "num_blocks": holding.num_blocks,
+        "resident": sorted(holding.resident),
+    }
+
+
+def _phase_json(phase: Phase) -> dict[str, Any]:
+    return {
+        "name": phase.name,
+        "device_bytes": phase.device_bytes,
+        "pinned_bytes": phase.total("pinned"),
+        "private_bytes": phase.total("private"),
+        "holding": None if phase.holding is None else _holding_json(phase.holding),
+        "items": [asdict(item) for item in phase.items],
+    }

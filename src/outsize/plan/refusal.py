@@ -1,0 +1,175 @@
+"""Saying no well: what does not fit, by how much, made of what, and the smallest change that would.
+
+Changes are tried in the order of what they cost: first those that change no number (placement, slots), then those that
+change rounding (splitting a batch, 8-bit state, another format for an encoder), then those that change what is learned.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outsize.base.units import format_bytes
+from outsize.plan.estimate import Phase
+from outsize.plan.names import AUTO, components_of
+from outsize.plan.plan import Plan
+from outsize.plan.planner import RESIDENT, plan_without_remedy
+from outsize.recipes.recipe import Recipe
+
+_SMALL_STATE = "adamw8bit"
+_SIDES = (1024, 768, 512, 384, 256)
+_GROUPS = {
+    "Base": (
+        "blocks kept",
+        "ring",
+        "streamed blocks",
+        "outside the blocks",
+        "decode scratch",
+        "codec",
+    ),
+    "activations": ("block inputs", "working set", "batch"),
+    "adapter and optimizer": (
+        "adapter",
+        "optimizer state",
+        "gradients",
+        "accumulated gradients",
+        "checkpoint",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a recipe: values by dotted path, together."""
+
+    edits: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(_as_yaml(path, value) for path, value in self.edits)
+
+    def apply(self, recipe: Recipe) -> Recipe:
+        """The recipe with this change, validated anew."""
+        values = json.loads(json.dumps(recipe.to_json()))
+        for path, value in self.edits:
+            section = values
+            *keys, last = path.split(".")
+            for key in keys:
+                section = section.setdefault(key, {})
+            section[last] = value
+        return Recipe.model_validate(values)
+
+
+def refusal_of(plan: Plan, recipe: Recipe) -> Plan:
+    """The same plan with a refusal that says what does not fit and what to change."""
+    text = " ".join([*_shortages(plan, recipe), _remedy(plan, recipe)])
+    return replace(plan, refusal=text)
+
+
+def _shortages(plan: Plan, recipe: Recipe) -> Iterator[str]:
+    """One sentence for each pool that overflows, from its fullest phase."""
+    budget, machine = plan.budget, plan.machine
+    fullest = max(plan.phases, key=lambda phase: phase.device_bytes)
+    if budget.device_bytes is not None and fullest.device_bytes > budget.device_bytes:
+        free = f"{format_bytes(budget.device_bytes)} are {'there' if machine.is_stated else 'free'}"
+        need = format_bytes(fullest.device_bytes)
+        yield f"{fullest.name} needs {need} on {machine.device}, {free}. {_made_of(fullest, 'device', recipe)}"
+    fullest = max(plan.phases, key=lambda phase: phase.host_bytes)
+    if fullest.host_bytes > budget.host_bytes:
+        need, free = format_bytes(fullest.host_bytes), format_bytes(budget.host_bytes)
+        made_of = _made_of(fullest, "host", recipe)
+        yield f"{fullest.name} needs {need} of RAM, {free} are free for it. {made_of}"
+
+
+def _made_of(phase: Phase, pool: str, recipe: Recipe) -> str:
+    """The owners in groups, in GiB: base, activations with what shaped them, adapter, the rest."""
+    pools = {"device"} if pool == "device" else {"pinned", "private"}
+    left = {item.owner: 0 for item in phase.items}
+    for item in phase.items:
+        left[item.owner] += item.num_bytes if item.pool in pools else 0
+    said = []
+    for group, owners in _GROUPS.items():
+        total = sum(left.pop(owner, 0) for owner in owners)
+        detail = (
+            f" ({recipe.data.resolution} px, batch {recipe.train.batch})"
+            if group == "activations"
+            else ""
+        )
+        if total:
+            said.append(f"{group} {total / 2**30:.1f}{detail}")
+    rest = sum(left.values())
+    if rest:
+        said.append(f"program and driver {rest / 2**30:.1f}")
+    return ", ".join(said) + " GiB."
+
+
+def _remedy(plan: Plan, recipe: Recipe) -> str:
+    """The smallest change, or combination of changes, that fits; or how much machine is wanting."""
+    levers = [lever for lever in _levers(recipe) if lever]
+    for lever in levers:
+        for change in lever:
+            tried = plan_without_remedy(change.apply(recipe), plan.machine)
+            if tried.fits:
+                return f"Smallest change that fits: `{change}` ({_peak(tried)})."
+    made: list[Change] = []
+    tried = plan
+    for lever in levers:
+        made.append(lever[0])
+        for change in lever:
+            made[-1] = change
+            changed = functools.reduce(lambda so_far, one: one.apply(so_far), made, recipe)
+            tried = plan_without_remedy(changed, plan.machine)
+            if tried.fits:
+                return f"Smallest changes that fit together: {_listed(made)} ({_peak(tried)})."
+    even = f" even with {_listed(made)}" if made else ""
+    return f"No change of this recipe fits:{even} it takes {_peak(tried)}; take a smaller base or variant."
+
+
+def _levers(recipe: Recipe) -> Iterator[list[Change]]:
+    """Changes in the order of what they cost, each from the mildest to the strongest."""
+    placement, train = recipe.placement, recipe.train
+    if placement.kind == RESIDENT or placement.resident_bytes is not None:
+        free = (("placement.kind", AUTO), ("placement.resident_bytes", None))
+        yield [Change(free)]
+    elif placement.kind != AUTO:
+        yield [Change((("placement.kind", AUTO),))]
+    if placement.slots > 2:
+        yield [Change((("placement.slots", 2),))]
+    if train.batch > 1:
+        passes = train.accumulate * train.batch
+        yield [Change((("train.batch", 1), ("train.accumulate", passes)))]
+    for component in components_of(recipe):
+        chosen = recipe.base.component_format(component.slot, component.kind)
+        if component.kind == "text" and chosen != recipe.base.format:
+            path = f"base.components.{component.slot}.format"
+            yield [Change(((path, recipe.base.format.model_dump()),))]
+    if train.optimizer != _SMALL_STATE:
+        yield [Change((("train.optimizer", _SMALL_STATE),))]
+    # a recipe that says where to compare says so on purpose; otherwise comparing follows the training resolution
+    yield [Change((("data.resolution", side),)) for side in _SIDES if side < recipe.data.resolution]
+    rank = recipe.adapter.rank
+    yield [Change((("adapter.rank", small),)) for small in (rank // 2, rank // 4) if small >= 4]
+
+
+def _peak(plan: Plan) -> str:
+    """What a plan peaks at, in the pools that count."""
+    device = max(phase.device_bytes for phase in plan.phases)
+    host = max(phase.host_bytes for phase in plan.phases)
+    if plan.budget.device_bytes is None:
+        return f"{format_bytes(host)} of RAM"
+    return f"{format_bytes(device)} on the device, {format_bytes(host)} of RAM"
+
+
+def _listed(changes: list[Change]) -> str:
+    return ", ".join(f"`{change}`" for change in changes)
+
+
+def _as_yaml(path: str, value: Any) -> str:
+    """A dotted path and a value as one would write them on a line of YAML."""
+    section, *keys, last = path.split(".")
+    shown = f"{last}: {json.dumps(value) if not isinstance(value, str) else value}"
+    for key in reversed(keys):
+        shown = f"{key}: {{{shown}}}"
+    return f"{section}: {{{shown}}}"

@@ -1,0 +1,136 @@
+"""What one model weighs, from its shape table and a format: bytes on disk, in a packet, and while it runs.
+
+The rules are those of the store and of FrozenModel: linears inside blocks are packed where the format can hold them;
+everything else is stored plainly and lies on the device in the compute type.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from outsize.base.parts import DTYPE_BYTES
+from outsize.base.table import ShapeTable, TensorSpec
+from outsize.families.protocol import FAMILIES
+from outsize.formats._packing import assign
+from outsize.formats.protocol import Format, make_format
+from outsize.recipes.recipe import FormatChoice
+from outsize.weights.packet import plan_packet
+
+_PUBLISHED = "BF16"  # checkpoints of models of this size are published in it
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """One block of a model.
+
+    streamed_bytes: its packed linears. width: of its hidden stream. traffic: numbers that enter and leave its linears for
+    one token.
+    """
+
+    streamed_bytes: int
+    packet_bytes: int
+    width: int
+    traffic: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """One model in one format.
+
+    small_elements: numbers that are not packed and stay on the device. largest_matrix: numbers of the largest packed
+    matrix, which is decoded for a product. first_channels: of its first convolution, 0 without one.
+    """
+
+    blocks: tuple[BlockSizes, ...]
+    small_elements: int
+    largest_matrix: int
+    store_bytes: int
+    source_bytes: int
+    first_channels: int
+
+    @property
+    def packed_bytes(self) -> int:
+        """All blocks' packed linears."""
+        return sum(block.streamed_bytes for block in self.blocks)
+
+    @property
+    def largest_packet_bytes(self) -> int:
+        """The largest unit that is read or written at once."""
+        return max((block.packet_bytes for block in self.blocks), default=self.store_bytes)
+
+
+def model_sizes(
+    family: str, variant: str, choice: FormatChoice, *, plain_dtype: str = "bf16"
+) -> ModelSizes:
+    """Sizes of a family's variant in a format; no torch. plain_dtype: of what the store does not pack.
+
+    Raises: RecipeError for names or options that do not exist.
+    """
+    options = json.dumps(choice.options, sort_keys=True)
+    return _cached_sizes(family, variant, choice.name, options, plain_dtype)
+
+
+def adapter_elements(
+    table: ShapeTable, rank: int, roles: Iterable[str]
+) -> tuple[tuple[int, int], ...]:
+    """(block, numbers) of every low-rank matrix: rank x inputs and outputs x rank for each linear of the roles."""
+    return tuple(
+        (spec.block or 0, rank * size) for spec in table.linears(roles) for size in spec.shape
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_sizes(
+    family: str, variant: str, format_name: str, options: str, plain_dtype: str
+) -> ModelSizes:
+    table = FAMILIES.load(family).table(variant)
+    fmt = make_format(format_name, json.loads(options))
+    return sizes_of(table, fmt, make_format("plain", {"dtype": plain_dtype}))
+
+
+def sizes_of(table: ShapeTable, fmt: Format, plain: Format) -> ModelSizes:
+    """Sizes of a table whose packed matrices are held in `fmt` and the rest in `plain`."""
+    packing = assign(table, fmt, plain)
+    grouped: dict[int | None, list[TensorSpec]] = {None: []}
+    for spec in table:
+        grouped.setdefault(spec.block, []).append(spec)
+    packets = {
+        block: plan_packet(specs, {spec.name: packing.parts(spec.name) for spec in specs})
+        for block, specs in grouped.items()
+    }
+    packed = [spec for spec in table if _is_packed(spec)]
+    convolutions = (spec.shape[0] for spec in table if spec.role == "conv" and len(spec.shape) == 4)
+    return ModelSizes(
+        blocks=tuple(
+            BlockSizes(
+                packets[block].streamed_bytes,
+                packets[block].num_bytes,
+                stream_width(grouped[block]),
+                sum(sum(spec.shape) for spec in grouped[block] if spec.is_linear),
+            )
+            for block in range(table.num_blocks)
+        ),
+        small_elements=sum(spec.num_elements for spec in table if not _is_packed(spec)),
+        largest_matrix=max((spec.num_elements for spec in packed), default=0),
+        store_bytes=sum(packet.num_bytes for packet in packets.values()),
+        source_bytes=sum(spec.num_elements for spec in table) * DTYPE_BYTES[_PUBLISHED],
+        first_channels=next(convolutions, 0),
+    )
+
+
+def stream_width(specs: Iterable[TensorSpec]) -> int:
+    """Width of the hidden stream that runs through a block: the size most of its linears begin or end with.
+
+    Every attention and feed-forward matrix reads from the stream or writes to it, so the stream's width is the commonest
+    of their dimensions, grouped-query keys and fused projections notwithstanding.
+    """
+    seen = Counter(size for spec in specs if spec.is_linear for size in spec.shape)
+    return max(seen, key=lambda size: (seen[size], size)) if seen else 0
+
+
+def _is_packed(spec: TensorSpec) -> bool:
+    return spec.is_linear and spec.block is not None

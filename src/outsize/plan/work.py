@@ -1,0 +1,164 @@
+"""A recipe as plain numbers: tokens, elements, pixels; everything an estimate needs, and nothing it must look up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from outsize.base.errors import RecipeError
+from outsize.families.protocol import FAMILIES, BaseFamily, ImageCodec
+from outsize.plan.names import check_names
+from outsize.plan.sizes import ModelSizes, adapter_elements, model_sizes
+from outsize.recipes.recipe import Recipe
+
+# Bytes of optimiser state per trainable number where it is not two fp32 moments: two bytes and two fp32 scales for every
+# 256 numbers; bitsandbytes keeps tensors below 4096 numbers in fp32.
+_STATE_BYTES = {"adamw8bit": 2 + 2 * 4 / 256}
+_FP32_STATE_BYTES = 8
+_SMALLEST_8BIT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioner:
+    """A text encoder or image codec of the recipe's base."""
+
+    slot: str
+    kind: str
+    family: str
+    variant: str
+    sizes: ModelSizes
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One recipe on one kind of machine. tokens: of one pass over the blocks, batch and text included."""
+
+    has_gpu: bool
+    base: ModelSizes
+    conditioners: tuple[Conditioner, ...]
+    tokens: int
+    text_tokens: int
+    sample_tokens: int
+    pixels: int
+    sample_pixels: int
+    latent_elements: int
+    condition_elements: int
+    batch: int
+    accumulate: int
+    adapter_by_block: tuple[int, ...]
+    optimizer: str
+    optimizer_bytes: int
+    num_checkpoints: int
+    num_pictures: int | None
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of one activation: bf16 on a GPU, fp32 on a CPU (bf16 is a hundred times slower on many)."""
+        return 2 if self.has_gpu else 4
+
+    @property
+    def num_adapter_elements(self) -> int:
+        """Trainable numbers."""
+        return sum(self.adapter_by_block)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Clean latents, noise, their mixture and the prediction in fp32, and embeddings in the compute type."""
+        each = 4 * 4 * self.latent_elements + self.condition_elements * self.compute_bytes
+        return self.batch * each
+
+
+def work_of(recipe: Recipe, *, has_gpu: bool, num_pictures: int | None = None) -> Work:
+    """Resolve a recipe to numbers; no torch, nothing opened.
+
+    Raises: RecipeError for names that do not exist, an adapter that matches nothing, or pictures smaller than a token.
+    """
+    check_names(recipe)
+    family = cast("BaseFamily", FAMILIES.load(recipe.base.family))
+    variant = recipe.base.variant
+    conditioners = _conditioners(recipe, family)
+    sizes = model_sizes(recipe.base.family, variant, recipe.base.format)
+    conditions = family.condition_shapes(variant)
+    text_tokens = sum(shape[0] for shape in conditions.values() if len(shape) == 2)
+    side = recipe.data.resolution
+    wide, high = recipe.compare.width or side, recipe.compare.height or side
+    latent = _latent_shape(conditioners, height=side, width=side)
+    sample_latent = _latent_shape(conditioners, height=high, width=wide)
+    tensors = _adapter_tensors(recipe, family)
+    return Work(
+        has_gpu=has_gpu,
+        base=sizes,
+        conditioners=conditioners,
+        tokens=recipe.train.batch * (family.num_tokens(variant, latent) + text_tokens),
+        text_tokens=text_tokens,
+        sample_tokens=family.num_tokens(variant, sample_latent) + text_tokens,
+        pixels=side * side,
+        sample_pixels=wide * high,
+        latent_elements=math.prod(latent),
+        condition_elements=_elements(conditions),
+        batch=recipe.train.batch,
+        accumulate=recipe.train.accumulate,
+        adapter_by_block=tuple(
+            sum(size for block, size in tensors if block == number)
+            for number in range(len(sizes.blocks))
+        ),
+        optimizer=recipe.train.optimizer,
+        optimizer_bytes=sum(state_bytes(recipe.train.optimizer, size) for _, size in tensors),
+        num_checkpoints=min(
+            recipe.checkpoints.keep, math.ceil(recipe.train.steps / recipe.checkpoints.every)
+        ),
+        num_pictures=num_pictures,
+    )
+
+
+def state_bytes(optimizer: str, elements: int) -> int:
+    """State of one adapter tensor; two fp32 moments unless the optimiser is known to keep less."""
+    each = _STATE_BYTES.get(optimizer, _FP32_STATE_BYTES)
+    return math.ceil(elements * (_FP32_STATE_BYTES if elements < _SMALLEST_8BIT else each))
+
+
+def _conditioners(recipe: Recipe, family: BaseFamily) -> tuple[Conditioner, ...]:
+    found = []
+    for one in family.components(recipe.base.variant):
+        choice = recipe.base.component_format(one.slot, one.kind)
+        # as the store does: a codec's convolutions decide the colours and stay exact
+        plain_dtype = "fp32" if one.kind == "image" else "bf16"
+        sizes = model_sizes(one.family, one.variant, choice, plain_dtype=plain_dtype)
+        found.append(Conditioner(one.slot, one.kind, one.family, one.variant, sizes))
+    return tuple(found)
+
+
+def _latent_shape(
+    conditioners: tuple[Conditioner, ...], *, height: int, width: int
+) -> tuple[int, int, int]:
+    """Latent of one picture, its sides cut to what the codec takes."""
+    part = next(one for one in conditioners if one.kind == "image")
+    codec = cast("ImageCodec", FAMILIES.load(part.family))
+    multiple = codec.pixel_multiple(part.variant)
+    if min(height, width) < multiple:
+        raise RecipeError(
+            f"pictures of {width} x {height} pixels are smaller than one token of {part.family} "
+            f"({multiple} pixels); raise data.resolution, or compare.width and compare.height"
+        )
+    return codec.latent_shape(
+        part.variant, height // multiple * multiple, width // multiple * multiple
+    )
+
+
+def _adapter_tensors(recipe: Recipe, family: BaseFamily) -> tuple[tuple[int, int], ...]:
+    table = family.table(recipe.base.variant)
+    tensors = adapter_elements(table, recipe.adapter.rank, recipe.adapter.roles)
+    if not tensors:
+        there = sorted({spec.role for spec in table.linears()})
+        raise RecipeError(
+            f"adapter.roles {list(recipe.adapter.roles)} match no linear inside the blocks of "
+            f"{recipe.base.family}.{recipe.base.variant}, so nothing would be trained; "
+            f"there are {', '.join(there)}"
+        )
+    return tensors
+
+
+def _elements(conditions: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in conditions.values())
