@@ -189,7 +189,7 @@ def _prepare(job: _Job, folder: Path, key: str, provenance: dict[str, Any]) -> S
         job.note(
             "prepare_start",
             folder=str(folder),
-            source=[str(file) for file in job.mapped.source.files],
+            files=[str(file) for file in job.mapped.source.files],
             source_bytes=job.mapped.num_bytes,
             num_unused_tensors=len(job.mapped.extra),
             num_files=len(job.packets),

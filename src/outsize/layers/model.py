@@ -105,6 +105,12 @@ class FrozenModel:
             if block is None or entry.offset >= packet.streamed_bytes:
                 self._set(entry.tensor, view(entry, buffer))
 
+    def without_weights(self) -> list[str]:
+        """Parameters that were never loaded, the packed ones aside."""
+        packed = {f"{spec.module}.weight" for spec in self._table.linears()}
+        names = (name for name, one in self.module.named_parameters() if one.is_meta)
+        return [name for name in names if name not in packed]
+
     def close(self) -> None:
         """Give the weights' memory back."""
         self._views.clear()
@@ -158,5 +164,5 @@ def load_from_store_(model: FrozenModel, store: Store) -> None:
         model.load_small_(block, packet, filled)
         if block is not None:
             model.placement.put(block, filled[: packet.streamed_bytes])
-    left = [name for name, one in model.module.named_parameters() if one.is_meta]
+    left = model.without_weights()
     assert not left, f"no weights for {left[:5]}"
