@@ -1,6 +1,7 @@
 """nf4 against bitsandbytes itself, byte for byte in both directions, and against its definition in fp64."""
 
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -9,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.formats import _bitsandbytes, _nested, _nf4_kernels
+from outsize.formats import _nested, _nf4_decode, _nf4_kernels
 from outsize.formats.nf4 import NF4, kernel_in_use
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
-OURS = _bitsandbytes.Kernel(is_bitsandbytes=False, report="ours")
-THEIRS = _bitsandbytes.Kernel(is_bitsandbytes=True, report="theirs")
+OURS = _nf4_decode.Kernel(is_bitsandbytes=False, report="ours")
+THEIRS = _nf4_decode.Kernel(is_bitsandbytes=True, report="theirs")
 nf4_like_theirs = pytest.mark.parametrize(
     "fmt", [NF4(g, s) for g in (64, 32) for s in ("fp32", "double")], ids=str
 )
@@ -26,6 +27,15 @@ def bnb() -> ModuleType:
     """bitsandbytes.functional, which takes seconds to import."""
     module: ModuleType = pytest.importorskip("bitsandbytes.functional", exc_type=ImportError)
     return module
+
+
+@pytest.fixture
+def flushing_denormals() -> Iterator[None]:
+    """The CPU takes numbers below 1.2e-38 for zero."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    yield
+    torch.set_flush_denormal(False)
 
 
 def encode(fmt: NF4, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -89,11 +99,11 @@ def test_decoding_their_bytes_gives_their_matrix(
     bnb: ModuleType,
     fmt: NF4,
     dtype: torch.dtype,
-    kernel: _bitsandbytes.Kernel,
+    kernel: _nf4_decode.Kernel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both implementations: the values of a base do not depend on what decodes it."""
-    monkeypatch.setitem(_bitsandbytes._kernels, ("cpu", None), kernel)
+    monkeypatch.setitem(_nf4_decode._kernels, ("cpu", None), kernel)
     matrix = weights(301, 1024, seed=1).to(dtype)  # more than one piece of a CPU's decoding
     codes, state, parts = their_parts(bnb, fmt, matrix)
     ours = fmt.decode(parts, (301, 1024), dtype)
@@ -194,15 +204,15 @@ def test_fp16_scales_change_scales_only() -> None:
 
 def test_a_cpu_decodes_by_torch_and_says_so() -> None:
     """And without importing bitsandbytes, which would cost every run on a CPU five seconds."""
-    _bitsandbytes._kernels.pop(("cpu", None), None)
+    _nf4_decode._kernels.pop(("cpu", None), None)
     assert kernel_in_use(CPU) == "torch"
 
 
 @pytest.fixture
 def cpu_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the choice made on CUDA be made on this machine's CPU."""
-    monkeypatch.setattr(_bitsandbytes, "_SERVED", ("cpu",))
-    monkeypatch.setattr(_bitsandbytes, "_kernels", {})
+    monkeypatch.setattr(_nf4_decode, "_is_served", lambda device: device == CPU)
+    monkeypatch.setattr(_nf4_decode, "_kernels", {})
 
 
 @pytest.mark.usefixtures("cpu_is_served", "bnb")
@@ -211,7 +221,7 @@ def test_where_bitsandbytes_serves_it_is_named_with_its_version() -> None:
     import bitsandbytes
 
     assert kernel_in_use(CPU) == f"bitsandbytes {bitsandbytes.__version__}"
-    assert _bitsandbytes.kernel_of("cpu", None).is_bitsandbytes
+    assert _nf4_decode.kernel_of("cpu", None, "nf4").is_bitsandbytes
 
 
 @pytest.mark.usefixtures("cpu_is_served")
@@ -222,14 +232,15 @@ def test_a_bitsandbytes_that_does_not_import_is_reported(monkeypatch: pytest.Mon
     assert report.startswith(
         "torch (bitsandbytes does not work on cpu: ModuleNotFoundError: import of bitsandbytes"
     )
-    assert not _bitsandbytes.kernel_of("cpu", None).is_bitsandbytes
+    assert not _nf4_decode.kernel_of("cpu", None, "nf4").is_bitsandbytes
 
 
 @pytest.mark.usefixtures("cpu_is_served", "bnb")
 def test_a_bitsandbytes_with_other_values_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel built for another card may run and give nonsense; the check compares every byte and dtype."""
 
-    def wrong(*args: Any, **named: Any) -> torch.Tensor:
+    def wrong(*args: Any, quant_type: str, **named: Any) -> torch.Tensor:
+        assert quant_type == "nf4"
         right = _nf4_kernels.decode_by_torch(*args, **named)
         right[7, 63] += right.dtype == torch.float16
         return right
@@ -250,3 +261,10 @@ def test_decoding_compiles_without_a_break(scales: str) -> None:
     compiled = torch.compile(fmt.decode, backend="eager", fullgraph=True)
     eager = fmt.decode(parts, (8, 128), torch.bfloat16)
     assert torch.equal(compiled(parts, (8, 128), torch.bfloat16), eager)
+
+
+@pytest.mark.usefixtures("flushing_denormals")
+def test_zeros_encode_where_tiny_numbers_are_taken_for_zero() -> None:
+    """Apple's devices flush denormals always, a CPU when told to: 1e-38, which guards the reciprocal, is one."""
+    parts = encode(NF4(), weights(4, 128, seed=6))
+    assert not NF4().decode(parts, (4, 128), torch.float32)[2].any()

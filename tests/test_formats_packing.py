@@ -62,7 +62,7 @@ def test_parts_are_those_of_the_format_assigned() -> None:
 def test_a_description_tells_packings_apart() -> None:
     """It is part of a store's key."""
     described = assign(TABLE, NF4, PLAIN).describe()
-    assert described["packed"] == NF4.describe()
+    assert described["linears"] == NF4.describe()
     assert described["left_plain"] == ["blocks.0.mlp.weight"]
     others = [assign(TABLE, make_format("nf4", {"group": 32}), PLAIN), assign(TABLE, NF4, FP32)]
     assert described not in [other.describe() for other in others]

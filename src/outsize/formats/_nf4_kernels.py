@@ -9,12 +9,9 @@ Dimensions: N rows, K columns, R rows of one chunk, G groups, g weights of a gro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from outsize.formats import _nested
 from outsize.formats._nibbles import look_up, pack, pair_table, spans
 from outsize.formats._slabs import refuse_non_finite
 
@@ -61,7 +58,8 @@ def encode_rows(rows_RK: Tensor, first_row: int, *, group: int, is_half: bool) -
             f"holds {float(absmax_G.amax()):.3g}, too large for fp16 scales; set scales to fp32",
         )
     # As bitsandbytes does it: multiply by the reciprocal, which 1e-38 keeps finite for a group of zeros.
-    inverse_G = 1.0 / absmax_G.clamp(min=1e-38)
+    # Where a device takes so small a number for 0, the reciprocal is infinite: such a group is zeros to it.
+    inverse_G = (1.0 / absmax_G.clamp(min=1e-38)).nan_to_num_(posinf=0.0)
     units = (groups_Gg * inverse_G[:, None]).clamp_(-1, 1).view(-1)
     return {"codes": pack(_codes_of(units)), "scales": scales_G}
 
@@ -90,26 +88,6 @@ def _encode_table(device: torch.device) -> tuple[Tensor, Tensor]:
     return _encode_tables[device]
 
 
-def decode(
-    parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype, *, group: int
-) -> Tensor:
-    """The matrix (N, K) in `dtype`, by the kernel in use on the parts' device."""
-    from outsize.formats._bitsandbytes import kernel_of
-
-    codes = parts["codes"]
-    by_bitsandbytes = kernel_of(codes.device.type, codes.device.index).is_bitsandbytes
-    scales = widen_scales(parts, by_bitsandbytes=by_bitsandbytes)
-    by = decode_by_bitsandbytes if by_bitsandbytes else decode_by_torch
-    return by(codes, scales, shape, dtype, group=group)
-
-
-def widen_scales(parts: Mapping[str, Tensor], *, by_bitsandbytes: bool) -> Tensor:
-    """The scales (G,) in fp32."""
-    if "offset" not in parts:
-        return parts["scales"].float()
-    return _nested.decode_scales(parts, by_bitsandbytes=by_bitsandbytes)
-
-
 def decode_by_torch(
     codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, group: int
 ) -> Tensor:
@@ -125,11 +103,17 @@ def decode_by_torch(
 
 
 def decode_by_bitsandbytes(
-    codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, group: int
+    codes: Tensor,
+    scales: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    group: int,
+    quant_type: str,
 ) -> Tensor:
     """The operator of bitsandbytes, which must have been imported; torch.compile takes it as it is."""
     result: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-        codes, scales.contiguous(), group, "nf4", shape, dtype
+        codes, scales.contiguous(), group, quant_type, shape, dtype
     )
     return result
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from outsize.base.parts import Part
 from outsize.base.table import ShapeTable, TensorSpec
-from outsize.formats.plain import Plain
-from outsize.formats.protocol import Format
+from outsize.formats.protocol import Format, make_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +30,7 @@ class Packing:
 
     packed: Format
     plain: Format
+    buffers: Format
     formats: Mapping[str, Format]
     shapes: Mapping[str, tuple[int, ...]]
     left_plain: tuple[LeftPlain, ...]
@@ -43,33 +43,36 @@ class Packing:
         return self.formats[name].parts(self.shapes[name])
 
     def describe(self) -> dict[str, Any]:
-        """Both formats as JSON values: goes, beside the table, into store keys and manifests."""
+        """The formats as JSON values: goes, beside the table, into store keys and manifests."""
         return {
-            "packed": self.packed.describe(),
-            "plain": self.plain.describe(),
-            "buffers": _BUFFERS.describe(),
+            "linears": self.packed.describe(),
+            "others": self.plain.describe(),
+            "buffers": self.buffers.describe(),
             "left_plain": [left.name for left in self.left_plain],
         }
 
 
-_BUFFERS = Plain("fp32")  # running statistics and the like: small, and wrong when rounded
-
-
 def assign(table: ShapeTable, fmt: Format, plain: Format) -> Packing:
-    """Give each tensor its format: fmt for the linears inside blocks, fp32 for buffers, plain for the rest."""
+    """Give each tensor its format: fmt for the linears inside blocks, plain for the rest, but buffers in fp32.
+
+    plain: holds every shape and has the option `dtype`. Buffers are running statistics and the like: small, and wrong
+    when rounded.
+    """
+    buffers = make_format(plain.describe()["name"], {"dtype": "fp32"})
     formats: dict[str, Format] = {}
     left: list[LeftPlain] = []
     for spec in table:
         is_candidate = spec.is_linear and spec.block is not None
         if spec.role == "buffer":
-            formats[spec.name] = _BUFFERS
+            formats[spec.name] = buffers
         elif is_candidate and fmt.supports(spec.shape):
             formats[spec.name] = fmt
         else:
             formats[spec.name] = plain
             if is_candidate:
                 left.append(LeftPlain(spec.name, spec.shape, _reason(spec, fmt)))
-    return Packing(fmt, plain, formats, {spec.name: spec.shape for spec in table}, tuple(left))
+    shapes = {spec.name: spec.shape for spec in table}
+    return Packing(fmt, plain, buffers, formats, shapes, tuple(left))
 
 
 def _reason(spec: TensorSpec, fmt: Format) -> str:

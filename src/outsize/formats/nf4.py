@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outsize.formats.protocol import Encoder
 
 _CODE_VERSION = 1
+_QUANT_TYPE = "nf4"  # the name of this table of values in bitsandbytes
 _NESTED_GROUP = 256  # bitsandbytes' own, for scales that are quantised again
 
 
@@ -83,9 +84,9 @@ class NF4:
         self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
         """The matrix (N, K) in `dtype`, computed in fp32 and rounded once; by the kernel that kernel_in_use names."""
-        from outsize.formats._nf4_kernels import decode
+        from outsize.formats._nf4_decode import decode
 
-        return decode(parts, shape, dtype, group=self.group)
+        return decode(parts, shape, dtype, group=self.group, quant_type=_QUANT_TYPE)
 
 
 plugin = NF4
@@ -96,6 +97,6 @@ def kernel_in_use(device: torch.device) -> str:
 
     The first call for a CUDA or ROCm device imports bitsandbytes, which takes seconds, and checks its values there.
     """
-    from outsize.formats._bitsandbytes import kernel_of
+    from outsize.formats._nf4_decode import kernel_of
 
-    return kernel_of(device.type, device.index).report
+    return kernel_of(device.type, device.index, _QUANT_TYPE).report
