@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ENTRY_VERSION = 1  # raise it when the same inputs must lead to other entries
 _SUFFIX = ".safetensors"
+_STAMP = "outsize_entry"  # metadata: the entry's key and the digest of its tensors
 _ABANDONED_S = 3600  # no put takes this long: an older temporary file belongs to a killed writer
 _MAX_HEADER_BYTES = 1 << 20  # ours have a few hundred bytes; a torn length must not be obeyed
 
@@ -152,22 +153,29 @@ def _pack(tensors: Mapping[str, Tensor], key: str) -> bytes:
     owned = {
         name: tensor.detach().to("cpu").clone().contiguous() for name, tensor in tensors.items()
     }
-    return save(owned, metadata={"key": key, "sha256": _digest(owned, key)})
+    # One value and not two: safetensors writes metadata in random order, and an entry's file should
+    # be the same whoever writes it.
+    return save(owned, metadata={_STAMP: f"{key} {_digest(owned, key)}"})
+
+
+def _stamp(header: Mapping[str, Any]) -> tuple[str, str]:
+    """Key and digest that an entry was stored with; "" where it has none."""
+    key, _, digest = str(header["__metadata__"].get(_STAMP, "")).partition(" ")
+    return key, digest
 
 
 def _unpack(content: bytes, key: str, path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    header = _header(content[:8], content[8:], len(content), path)
-    metadata = header["__metadata__"]
-    if metadata.get("key") != key:
-        raise _broken(path, f"it holds the entry {metadata.get('key')!r}")
+    stored_key, stored_digest = _stamp(_header(content[:8], content[8:], len(content), path))
+    if stored_key != key:
+        raise _broken(path, f"it holds the entry {stored_key!r}")
     try:
         tensors = load(content)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise _broken(path, f"it is not valid safetensors: {error}") from error
-    if _digest(tensors, key) != metadata.get("sha256"):
+    if _digest(tensors, key) != stored_digest:
         raise _broken(path, "its tensors do not have the digest they were stored with")
     return tensors
 
@@ -181,9 +189,9 @@ def _check_length(path: Path, key: str) -> None:
         num_bytes = path.stat().st_size
     except FileNotFoundError:
         return
-    header = _header(first, rest, num_bytes, path)
-    if header["__metadata__"].get("key") != key:
-        raise _broken(path, "it holds another entry")
+    stored_key, _ = _stamp(_header(first, rest, num_bytes, path))
+    if stored_key != key:
+        raise _broken(path, f"it holds the entry {stored_key!r}")
 
 
 def _header(first: bytes, rest: bytes, num_bytes: int, path: Path) -> dict[str, Any]:

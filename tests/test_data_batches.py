@@ -1,0 +1,198 @@
+"""The corpus: batches equal what the encoders give for the scheduled pictures and captions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_support import (
+    LATENT_INPUTS,
+    TEXT_INPUTS,
+    CountingEncoders,
+    write_captioned,
+)
+
+from outsize.base.errors import RecipeError, StoreBroken
+from outsize.data import media
+from outsize.data.batches import Corpus, make_schedule
+from outsize.data.buckets import CropPlan, plan_crops
+from outsize.data.cache import ContentCache
+from outsize.data.encode import cache_latents, cache_texts, latent_key, text_key, training_texts
+from outsize.data.manifest import Manifest, PictureSet, scan
+
+SIZES = [(40, 40), (60, 30)]
+Parts = tuple[Manifest, tuple[CropPlan, ...], ContentCache]
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Parts:
+    """(manifest, crops, cache) of a subject and a regularisation set, cached."""
+    sets = [
+        PictureSet(write_captioned(tmp_path / "cats", 4, SIZES), trigger="ohwx"),
+        PictureSet(
+            write_captioned(tmp_path / "others", 6, SIZES),
+            share=0.25,
+            loss_weight=0.5,
+            is_regularisation=True,
+        ),
+    ]
+    manifest = scan(sets)
+    crops = plan_crops([(p.width, p.height) for p in manifest.pictures], 32, 8)
+    cache = ContentCache(tmp_path / "cache")
+    encoders = CountingEncoders()
+    cache_latents(manifest, crops, cache, encoders.open_image, LATENT_INPUTS)
+    cache_texts(training_texts(manifest, 0.4), cache, encoders.open_text, TEXT_INPUTS)
+    return manifest, crops, cache
+
+
+def corpus_of(
+    parts: Parts,
+    memory_bytes: int = 1 << 20,
+    text_inputs: Sequence[Mapping[str, Any]] = (TEXT_INPUTS,),
+    **options: Any,
+) -> Corpus:
+    manifest, crops, cache = parts
+    options = {"seed": 5, "batch": 2, "accumulate": 2, "caption_dropout": 0.4} | options
+    return Corpus(
+        manifest,
+        crops,
+        make_schedule(manifest, crops, **options),
+        cache,
+        latent_inputs=LATENT_INPUTS,
+        text_inputs=text_inputs,
+        memory_bytes=memory_bytes,
+    )
+
+
+def first_batches(corpus: Corpus, num_steps: int) -> None:
+    """Load the first batch of each step."""
+    for step in range(num_steps):
+        corpus.batch(step, 0)
+
+
+def test_a_batch_holds_what_the_encoders_give_for_its_pictures_and_captions(parts: Parts) -> None:
+    manifest, crops, _ = parts
+    corpus = corpus_of(parts)
+    by_path = {str(p.path): (p, crop) for p, crop in zip(manifest.pictures, crops, strict=True)}
+    seen_sets, seen_drops = set(), set()
+    for number in range(24):
+        batch = corpus.batch(*divmod(number, 2))
+        micro = corpus.schedule.micro_batch(*divmod(number, 2))
+        assert batch.seeds == tuple(item.noise_seed for item in micro.items)
+        assert (batch.bucket, batch.epoch) == (micro.bucket, micro.epoch)
+        encode_text = CountingEncoders()._encode_text(list(batch.captions))
+        for name, expected in encode_text.items():
+            assert torch.equal(batch.conditions[name], expected)
+            assert batch.conditions[name].dtype == expected.dtype
+        for row, name in enumerate(batch.names):
+            picture, crop = by_path[name]
+            pixels = media.read_pixels(picture.path.read_bytes(), crop)
+            expected = torch.nn.functional.avg_pool2d(pixels, 8)
+            assert torch.equal(batch.latents_BCHW[row], expected)
+            assert picture.set_index == batch.set_index
+            assert batch.captions[row] in (picture.caption, "")
+            seen_drops.add(batch.captions[row] == "")
+        weight = 0.5 if batch.set_index == 1 else 1.0
+        assert torch.equal(batch.loss_weight_B, torch.full((2,), weight))
+        seen_sets.add(batch.set_index)
+    assert seen_sets == {0, 1}
+    assert seen_drops == {True, False}
+
+
+def test_the_trigger_is_in_the_captions_of_its_set_only(parts: Parts) -> None:
+    manifest = parts[0]
+    for picture in manifest.pictures:
+        assert picture.caption.startswith("ohwx, ") == (picture.set_index == 0)
+
+
+def test_batches_are_the_same_whatever_is_held_in_memory_and_in_whatever_order(
+    parts: Parts,
+) -> None:
+    plenty, none = corpus_of(parts), corpus_of(parts, memory_bytes=0)
+    expected = {number: plenty.batch(*divmod(number, 2)) for number in range(10)}
+    for number in reversed(range(10)):
+        again = none.batch(*divmod(number, 2))
+        for field in dataclasses.fields(again):
+            ours, theirs = getattr(again, field.name), getattr(expected[number], field.name)
+            if isinstance(ours, torch.Tensor):
+                assert torch.equal(ours, theirs)
+            elif field.name == "conditions":
+                assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+            else:
+                assert ours == theirs
+
+
+def test_memory_holds_no_more_than_its_limit(parts: Parts) -> None:
+    corpus = corpus_of(parts, memory_bytes=700)
+    for step in range(10):
+        corpus.batch(step, 0)
+        held = corpus._memory._held.values()
+        num_bytes = sum(tensor.nbytes for entry in held for tensor in entry.values())
+        assert num_bytes == corpus._memory._num_bytes <= 700
+    assert corpus._memory._held
+
+
+def test_writing_into_a_batch_does_not_change_the_next_one(parts: Parts) -> None:
+    corpus = corpus_of(parts)
+    first = corpus.batch(0, 0).latents_BCHW
+    kept = first.clone()
+    first.zero_()
+    assert torch.equal(corpus.batch(0, 0).latents_BCHW, kept)
+
+
+def test_a_missing_entry_is_an_error_that_names_the_picture_or_caption_and_the_remedy(
+    parts: Parts,
+) -> None:
+    manifest, crops, cache = parts
+    picture = manifest.pictures[0]
+    cache.discard(latent_key(cache, picture, crops[0], LATENT_INPUTS))
+    with pytest.raises(StoreBroken, match=r"00\.png is not in the cache .* start again"):
+        first_batches(corpus_of(parts), 20)
+    cache.discard(text_key(cache, "", TEXT_INPUTS))
+    with pytest.raises(StoreBroken, match="the caption '' is not in the cache"):
+        corpus_of(parts).conditions_of("")
+
+
+def test_a_broken_entry_is_discarded_and_named(parts: Parts) -> None:
+    manifest, crops, cache = parts
+    key = latent_key(cache, manifest.pictures[0], crops[0], LATENT_INPUTS)
+    content = bytearray(cache.path(key).read_bytes())
+    content[-1] ^= 1
+    cache.path(key).write_bytes(content)
+    with pytest.raises(StoreBroken, match=r"00\.png cannot be trained on: .*digest"):
+        first_batches(corpus_of(parts), 20)
+    assert cache.missing([key]) == (key,)
+
+
+def test_several_text_encoders_give_one_dictionary(parts: Parts) -> None:
+    manifest, _, cache = parts
+    second = {"encoder": "another"}
+
+    class Second(CountingEncoders):
+        def _encode_text(self, texts: list[str]) -> dict[str, torch.Tensor]:
+            return {"other": torch.tensor([[float(len(text))] for text in texts])}
+
+    cache_texts(training_texts(manifest, 0.4), cache, Second().open_text, second)
+    batch = corpus_of(parts, text_inputs=(TEXT_INPUTS, second)).batch(0, 0)
+    assert set(batch.conditions) == {"text", "pooled", "other"}
+    lengths = [[float(len(caption))] for caption in batch.captions]
+    assert batch.conditions["other"].tolist() == lengths
+
+
+def test_embeddings_of_different_lengths_in_one_batch_are_an_error_that_says_so(
+    parts: Parts,
+) -> None:
+    manifest, _, cache = parts
+    ragged = {"encoder": "ragged"}
+
+    class Ragged(CountingEncoders):
+        def _encode_text(self, texts: list[str]) -> dict[str, torch.Tensor]:
+            return {"text": torch.zeros(1, 1 + len(texts[0]) * int(texts[0][-1:] == "1"))}
+
+    cache_texts(training_texts(manifest, 0.4), cache, Ragged().open_text, ragged)
+    with pytest.raises(RecipeError, match="cannot be stacked"):
+        first_batches(corpus_of(parts, text_inputs=(ragged,), caption_dropout=0), 40)

@@ -1,0 +1,238 @@
+"""The caching stage: exactly what changed is encoded anew, and encoders open only when needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_support import (
+    LATENT_INPUTS,
+    TEXT_INPUTS,
+    CountingEncoders,
+    cache_folder,
+    write_captioned,
+    write_picture,
+)
+from PIL import Image
+
+from outsize.base.errors import NotFinite, SourceError
+from outsize.base.journal import Journal, read_journal
+from outsize.data import media
+from outsize.data.buckets import crop_plan, plan_crops
+from outsize.data.cache import ContentCache
+from outsize.data.encode import (
+    cache_latents,
+    cache_texts,
+    latent_key,
+    text_key,
+    training_texts,
+)
+from outsize.data.manifest import PictureSet, scan
+
+SIZES = [(40, 40), (60, 30), (30, 60)]
+NUM = 7
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_captioned(tmp_path / "pictures", NUM, SIZES)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> ContentCache:
+    return ContentCache(tmp_path / "cache")
+
+
+def counts(folder: Path, cache: ContentCache, **changes: Any) -> tuple[int, int]:
+    """(latents, texts) encoded by a fresh start."""
+    encoders = CountingEncoders()
+    latents, texts, _ = cache_folder(folder, cache, encoders, **changes)
+    assert latents.num_encoded == encoders.num_pictures
+    assert texts.num_encoded == len(encoders.texts)
+    assert latents.num_reused + latents.num_encoded == NUM
+    return encoders.num_pictures, len(encoders.texts)
+
+
+def test_a_first_start_encodes_everything_and_the_empty_caption(
+    folder: Path, cache: ContentCache
+) -> None:
+    encoders = CountingEncoders()
+    latents, texts, manifest = cache_folder(folder, cache, encoders, batch=2)
+    assert (latents.num_encoded, latents.num_reused) == (NUM, 0)
+    assert texts.num_encoded == NUM + 1
+    assert "" in encoders.texts
+    assert encoders.events == ["image opened", "image closed", "text opened", "text closed"]
+    assert cache.missing([text_key(cache, "", TEXT_INPUTS)]) == ()
+    assert training_texts(manifest, 0.0) == manifest.captions()
+
+
+def test_a_second_start_opens_no_encoder_at_all(folder: Path, cache: ContentCache) -> None:
+    counts(folder, cache)
+    encoders = CountingEncoders()
+    cache_folder(folder, cache, encoders)
+    assert encoders.events == []
+
+
+def test_every_change_encodes_exactly_what_it_changed(folder: Path, cache: ContentCache) -> None:
+    assert counts(folder, cache) == (NUM, NUM + 1)
+    write_picture(folder / "01.png", SIZES[1], seed=99)
+    assert counts(folder, cache) == (1, 0)
+    (folder / "02.txt").write_text("another caption")
+    assert counts(folder, cache) == (0, 1)
+    assert counts(folder, cache, resolution=48) == (NUM, 0)
+    assert counts(folder, cache) == (0, 0), "the old resolution is still there"
+    newer = {"latent_inputs": LATENT_INPUTS | {"encoder": "codec-store-2"}}
+    assert counts(folder, cache, **newer) == (NUM, 0)
+    assert counts(folder, cache, text_inputs=TEXT_INPUTS | {"format": "nf4"}) == (0, NUM + 1)
+    assert counts(folder, cache) == (0, 0)
+
+
+def test_a_new_version_of_the_transform_encodes_all_pictures(
+    folder: Path, cache: ContentCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts(folder, cache)
+    monkeypatch.setattr(media, "TRANSFORM", "media/next")
+    assert counts(folder, cache) == (NUM, 0)
+
+
+def test_a_renamed_picture_or_moved_folder_encodes_nothing(
+    folder: Path, cache: ContentCache
+) -> None:
+    counts(folder, cache)
+    for ending in (".png", ".txt"):
+        (folder / f"03{ending}").rename(folder / f"zz{ending}")
+    assert counts(folder.rename(folder.with_name("moved")), cache) == (0, 0)
+
+
+def test_equal_pictures_and_captions_are_encoded_once(tmp_path: Path, cache: ContentCache) -> None:
+    for name in "ab":
+        write_picture(tmp_path / "p" / f"{name}.png", seed=5).with_suffix(".txt").write_text("same")
+    encoders = CountingEncoders()
+    cache_folder(tmp_path / "p", cache, encoders)
+    assert (encoders.num_pictures, encoders.texts) == (1, ["same", ""])
+
+
+def test_a_changed_crop_alone_gives_another_key(folder: Path, cache: ContentCache) -> None:
+    picture = scan([PictureSet(folder)]).pictures[1]
+    crop = plan_crops([(picture.width, picture.height)], 32, 8)[0]
+    shifted = crop_plan(picture.width + 4, picture.height, crop.bucket)
+    assert crop.bucket == shifted.bucket
+    assert latent_key(cache, picture, crop, {}) != latent_key(cache, picture, shifted, {})
+
+
+def test_latents_do_not_depend_on_the_batch_they_were_encoded_in(
+    folder: Path, tmp_path: Path
+) -> None:
+    caches = [ContentCache(tmp_path / f"cache{batch}") for batch in (1, 3)]
+    for cache, batch in zip(caches, (1, 3), strict=True):
+        manifest = cache_folder(folder, cache, CountingEncoders(), batch=batch)[2]
+    crops = plan_crops([(p.width, p.height) for p in manifest.pictures], 32, 8)
+    for picture, crop in zip(manifest.pictures, crops, strict=True):
+        first, second = (c.get(latent_key(c, picture, crop, LATENT_INPUTS)) for c in caches)
+        assert first is not None
+        assert second is not None
+        assert torch.equal(first["latent"], second["latent"])
+        pixels = media.read_pixels(picture.path.read_bytes(), crop)
+        expected = torch.nn.functional.avg_pool2d(pixels, 8)
+        assert torch.equal(first["latent"], expected), picture.name
+
+
+def test_batches_are_of_one_bucket(folder: Path, cache: ContentCache) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    class Watching(CountingEncoders):
+        def _encode_image(self, pixels_BCHW: torch.Tensor) -> torch.Tensor:
+            shapes.append(tuple(pixels_BCHW.shape))
+            return super()._encode_image(pixels_BCHW)
+
+    cache_folder(folder, cache, Watching(), batch=2)
+    assert sorted(shape[0] for shape in shapes) == [1, 2, 2, 2]
+    assert len({shape[2:] for shape in shapes}) == 3
+
+
+def test_a_broken_entry_is_journalled_and_encoded_anew(
+    folder: Path, cache: ContentCache, tmp_path: Path
+) -> None:
+    latents, _, manifest = cache_folder(folder, cache, CountingEncoders())
+    assert latents.num_broken == 0
+    picture = manifest.pictures[0]
+    crop = plan_crops([(picture.width, picture.height)], 32, 8)[0]
+    path = cache.path(latent_key(cache, picture, crop, LATENT_INPUTS))
+    whole = path.read_bytes()
+    journal = Journal(tmp_path / "journal.jsonl")
+    damages = [(whole[:-3], False), (whole[:-1] + bytes([whole[-1] ^ 1]), True)]
+    for damaged, is_deep in damages:
+        path.write_bytes(damaged)
+        encoders = CountingEncoders()
+        latents, texts, _ = cache_folder(folder, cache, encoders, journal=journal, is_deep=is_deep)
+        assert (latents.num_broken, latents.num_encoded, texts.num_encoded) == (1, 1, 0)
+        assert path.read_bytes() == whole
+    journal.close()
+    events = [e for e in read_journal(journal.path) if e["event"] == "cache_entry_broken"]
+    assert [str(path) in event["fault"] for event in events] == [True, True]
+
+
+def test_progress_goes_from_nothing_to_all_and_stays_silent_when_warm(
+    folder: Path, cache: ContentCache
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    cache_folder(folder, cache, CountingEncoders(), progress=lambda *now: seen.append(now))
+    assert seen[:NUM] == [(done, NUM) for done in range(1, NUM + 1)]
+    assert seen[-1] == (NUM + 1, NUM + 1)
+    seen.clear()
+    cache_folder(folder, cache, CountingEncoders(), progress=lambda *now: seen.append(now))
+    assert seen == []
+
+
+def test_an_error_in_the_encoder_keeps_what_was_encoded_and_closes_it(
+    folder: Path, cache: ContentCache
+) -> None:
+    class Failing(CountingEncoders):
+        def _encode_image(self, pixels_BCHW: torch.Tensor) -> torch.Tensor:
+            if self.num_pictures == 3:
+                raise RuntimeError("out of memory")
+            return super()._encode_image(pixels_BCHW)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cache_folder(folder, cache, Failing())
+    assert cache.size().num_entries == 3
+    assert counts(folder, cache) == (NUM - 3, NUM + 1)
+
+
+def test_latents_that_are_not_finite_are_refused_by_name_and_not_cached(
+    folder: Path, cache: ContentCache
+) -> None:
+    class Poisoned(CountingEncoders):
+        def _encode_image(self, pixels_BCHW: torch.Tensor) -> torch.Tensor:
+            latents = super()._encode_image(pixels_BCHW)
+            latents[-1, 0, 0, 0] = float("nan")
+            return latents
+
+    with pytest.raises(NotFinite, match=r"03\.png"):
+        cache_folder(folder, cache, Poisoned(), batch=2)
+    assert cache.size().num_entries == 1
+
+
+def test_embeddings_that_are_not_finite_are_refused_by_text(cache: ContentCache) -> None:
+    class Poisoned(CountingEncoders):
+        def _encode_text(self, texts: list[str]) -> dict[str, torch.Tensor]:
+            return {"text": torch.tensor([[float("inf") if t == "b" else 0.0] for t in texts])}
+
+    with pytest.raises(NotFinite, match="'b'"):
+        cache_texts(["a", "b", "c"], cache, Poisoned().open_text, {}, batch=3)
+    assert cache.size().num_entries == 2
+
+
+def test_a_picture_that_changes_after_the_scan_stops_the_stage(
+    folder: Path, cache: ContentCache
+) -> None:
+    manifest = scan([PictureSet(folder)])
+    crops = plan_crops([(p.width, p.height) for p in manifest.pictures], 32, 8)
+    Image.new("RGB", (40, 40)).save(folder / "03.png")
+    with pytest.raises(SourceError, match=r"03\.png changed"):
+        cache_latents(manifest, crops, cache, CountingEncoders().open_image, {})
+    (folder / "03.png").unlink()
+    with pytest.raises(SourceError, match=r"03\.png can no longer be read"):
+        cache_latents(manifest, crops, cache, CountingEncoders().open_image, {})
