@@ -48,6 +48,8 @@ NAME_EXCEPTIONS = (
     ("formats/_packing.py", "formats/plain.py", "what the format asked for cannot hold"),
     ("app/parts.py", "formats/plain.py", "norms and embeddings beside packed matrices"),
     ("recipes/recipe.py", "formats/plain.py", "image codecs, unless the recipe says otherwise"),
+    ("plan/sizes.py", "formats/plain.py", "the same, to be counted"),
+    ("plan/draft.py", "placement/*", "what a recipe gets that leaves the placement at auto"),
     # defaults, each stated once, where the person who leaves the choice open will look
     ("recipes/recipe.py", "formats/nf4.py", "the default of a recipe that names no format"),
     ("cli/export.py", "dialects/diffusion_model.py", "the default of --to"),

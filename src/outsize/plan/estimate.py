@@ -277,10 +277,7 @@ def _host(work: Work, model: ModelSizes) -> Iterator[Item]:
 
 
 def _fullest_moment(work: Work) -> tuple[int, int, int]:
-    """Numbers in block inputs, in the working set and in gradients when backward is at its fullest.
-
-    A block with two streams is counted as if every token passed both; at real sizes the last block decides, which has one.
-    """
+    """Numbers in block inputs, in the working set and in gradients when backward is at its fullest."""
     inputs = 0
     grads = sum(work.adapter_by_block)
     moments = []

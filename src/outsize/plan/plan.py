@@ -17,6 +17,12 @@ VERSION = 1
 # An estimate further off than this is a defect of the estimate, not of the machine.
 TOLERANCE = 0.10
 _CONTEXT = "context"  # memory of the driver, which no allocator reports
+# Stages of a run that are no phase by name: the phases whose largest they reach.
+_PHASES_OF_STAGE = {
+    "train": ("train step", "train update"),
+    "sample base": ("sample",),
+    "sample adapter": ("sample",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class Choice:
 class Comparison:
     """One estimate beside its measurement. off: relative error, positive when more was used than planned."""
 
-    phase: str
+    stage: str
     pool: str
     planned_bytes: int
     measured_bytes: int
@@ -85,7 +91,7 @@ class Plan:
     def holding_of(self, slot: str) -> Holding | None:
         """How the blocks of one model are to be held: slot "base" or that of a text encoder; None for codecs."""
         name = "train step" if slot == "base" else f"cache {slot}"
-        return next(phase.holding for phase in self.phases if phase.name == name)
+        return next((phase.holding for phase in self.phases if phase.name == name), None)
 
     def require_fit(self) -> None:
         """Go on only with a plan that fits.
@@ -96,16 +102,19 @@ class Plan:
             raise DoesNotFit(self.refusal)
 
     def compare(self, measured: Mapping[str, Mapping[str, int]]) -> tuple[Comparison, ...]:
-        """Estimates beside measurements, {phase: {"device" or "host": bytes}}, in the order of the phases.
+        """Estimates beside measurements, {stage: {"device" or "host": bytes}}, in the measurements' order.
 
-        "device" is the allocator's peak, so the driver's context is left out of the estimate.
+        "device" is the allocator's peak, so the driver's context is left out of the estimate. Stages that the plan does
+        not estimate (loading, say) are left out.
         """
         rows = []
-        for phase in self.phases:
-            for pool, value in measured.get(phase.name, {}).items():
-                context = sum(one.num_bytes for one in phase.items if one.owner == _CONTEXT)
-                planned = phase.device_bytes - context if pool == "device" else phase.host_bytes
-                rows.append(Comparison(phase.name, pool, planned, value))
+        for stage, pools in measured.items():
+            names = _PHASES_OF_STAGE.get(stage, (stage,))
+            phases = [phase for phase in self.phases if phase.name in names]
+            for pool, value in pools.items():
+                if phases:
+                    planned = max(_comparable(phase, pool) for phase in phases)
+                    rows.append(Comparison(stage, pool, planned, value))
         return tuple(rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -130,6 +139,13 @@ class Plan:
         }
 
 
+def _comparable(phase: Phase, pool: str) -> int:
+    """What an estimate says of the memory that is measured."""
+    if pool == "host":
+        return phase.host_bytes
+    return phase.device_bytes - sum(one.num_bytes for one in phase.items if one.owner == _CONTEXT)
+
+
 def _choice_json(choice: Choice) -> dict[str, Any]:
     return {
         **_holding_json(choice.holding),
@@ -144,7 +160,7 @@ def _holding_json(holding: Holding) -> dict[str, Any]:
         "kind": holding.kind,
         "slots": holding.slots,
         "num_blocks": holding.num_blocks,
-        "resident": sorted(holding.resident),
+        "kept_blocks": sorted(holding.resident),
     }
 
 

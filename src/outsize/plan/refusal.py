@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outsize.base.units import format_bytes
+from outsize.plan.draft import RESIDENT, draft_plan
 from outsize.plan.estimate import Phase
 from outsize.plan.names import AUTO, components_of
 from outsize.plan.plan import Plan
-from outsize.plan.planner import RESIDENT, plan_without_remedy
 from outsize.recipes.recipe import Recipe
 
 _SMALL_STATE = "adamw8bit"
@@ -62,7 +62,7 @@ class Change:
         return Recipe.model_validate(values)
 
 
-def refusal_of(plan: Plan, recipe: Recipe) -> Plan:
+def with_remedy(plan: Plan, recipe: Recipe) -> Plan:
     """The same plan with a refusal that says what does not fit and what to change."""
     text = " ".join([*_shortages(plan, recipe), _remedy(plan, recipe)])
     return replace(plan, refusal=text)
@@ -110,7 +110,7 @@ def _remedy(plan: Plan, recipe: Recipe) -> str:
     levers = [lever for lever in _levers(recipe) if lever]
     for lever in levers:
         for change in lever:
-            tried = plan_without_remedy(change.apply(recipe), plan.machine)
+            tried = draft_plan(change.apply(recipe), plan.machine)
             if tried.fits:
                 return f"Smallest change that fits: `{change}` ({_peak(tried)})."
     made: list[Change] = []
@@ -120,7 +120,7 @@ def _remedy(plan: Plan, recipe: Recipe) -> str:
         for change in lever:
             made[-1] = change
             changed = functools.reduce(lambda so_far, one: one.apply(so_far), made, recipe)
-            tried = plan_without_remedy(changed, plan.machine)
+            tried = draft_plan(changed, plan.machine)
             if tried.fits:
                 return f"Smallest changes that fit together: {_listed(made)} ({_peak(tried)})."
     even = f" even with {_listed(made)}" if made else ""

@@ -82,14 +82,14 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     """Estimates beside measurements."""
     cells = tuple(
         (
-            row.phase,
+            row.stage,
             format_bytes(row.planned_bytes),
             format_bytes(row.measured_bytes),
             f"{row.off:+.0%}" + ("" if row.is_within_tolerance else ", off"),
         )
         for row in rows
     )
-    return Table("planned and measured", ("phase", "planned", "measured", "difference"), cells)
+    return Table("planned and measured", ("stage", "planned", "measured", "difference"), cells)
 
 
 def as_text(table: Table) -> str:

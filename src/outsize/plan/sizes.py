@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ def sizes_of(table: ShapeTable, fmt: Format, plain: Format) -> ModelSizes:
                 packets[block].streamed_bytes,
                 packets[block].num_bytes,
                 stream_width(grouped[block]),
-                sum(sum(spec.shape) for spec in grouped[block] if spec.is_linear),
+                token_traffic(grouped[block]),
             )
             for block in range(table.num_blocks)
         ),
@@ -130,6 +131,17 @@ def stream_width(specs: Iterable[TensorSpec]) -> int:
     """
     seen = Counter(size for spec in specs if spec.is_linear for size in spec.shape)
     return max(seen, key=lambda size: (seen[size], size)) if seen else 0
+
+
+def token_traffic(specs: Iterable[TensorSpec]) -> int:
+    """Numbers that enter and leave a block's linears for one token.
+
+    A block in which every shape of matrix occurs twice runs two streams side by side (text and image, with weights of
+    their own), and a token passes only one of them.
+    """
+    shapes = Counter(spec.shape for spec in specs if spec.is_linear)
+    num_streams = math.gcd(*shapes.values()) or 1
+    return sum(sum(shape) * count for shape, count in shapes.items()) // num_streams
 
 
 def _is_packed(spec: TensorSpec) -> bool:
