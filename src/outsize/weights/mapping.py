@@ -150,7 +150,8 @@ def _try(source: Source, layout: Layout, prefix: str, table: ShapeTable) -> _Att
         if info is None:
             missing[prefix + theirs] = None
             continue
-        expected = (spec.shape[0] * rule.part[1], *spec.shape[1:]) if spec.shape else ()
+        num_rows = [extent * rule.part[1] // rule.span for extent in spec.shape[:1]]
+        expected = (*num_rows, *spec.shape[1:], *[1] * rule.ones)
         if _core(info.shape) != _core(expected):
             fault = f"has shape {list(info.shape)}, expected {list(expected)}"
             wrong[(prefix + theirs, fault)] = None

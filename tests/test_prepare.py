@@ -1,0 +1,414 @@
+"""Preparing: equal to encoding whole tensors, within its memory, and whole after any interruption."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prepare_support import (
+    LAYOUTS,
+    content_of,
+    in_layout,
+    packing_for,
+    prepare,
+    prepare_in_child,
+    save_checkpoint,
+    small_table,
+    tensors_of,
+)
+from safetensors.torch import save_file
+
+from outsize.app.prepare import prepare_component, store_folder, store_key
+from outsize.base.errors import DoesNotFit, FormatError, StoreBroken
+from outsize.base.journal import read_journal
+from outsize.base.table import ShapeTable
+from outsize.families.protocol import FAMILIES
+from outsize.weights.budget import smallest_budget
+from outsize.weights.packet import view
+from outsize.weights.source import Source
+from outsize.weights.store import MANIFEST, Store, open_store
+
+TABLE = small_table()
+
+
+def least_budget(table: ShapeTable, name: str = "nf4") -> int:
+    packing = packing_for(table, name)
+    return smallest_budget(table, {spec.name: packing.parts(spec.name) for spec in table})
+
+
+def parts_in(store: Store) -> dict[str, torch.Tensor]:
+    """Every part of every tensor, by key."""
+    parts = {}
+    for file in store.files:
+        buffer = torch.empty(file.packet.num_bytes, dtype=torch.uint8)
+        store.read_block_into(file.block, buffer, verify=True)
+        parts |= {entry.key: view(entry, buffer) for entry in file.packet.entries}
+    return parts
+
+
+# ---------------------------------------------------------------- the result
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("plain", {}), ("nf4", {}), ("nf4", {"group": 32, "scales": "double"}), ("int4", {})],
+)
+def test_prepare_equals_encoding_whole_tensors(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    """The budget is the smallest, so that every tensor is read in windows of few rows."""
+    packing = packing_for(TABLE, name, **options)
+    tensors = tensors_of(TABLE)
+    save_file(in_layout(LAYOUTS[1], tensors), tmp_path / "x.safetensors")
+    parts = {spec.name: packing.parts(spec.name) for spec in TABLE}
+    budget = smallest_budget(TABLE, parts)
+    store = prepare(tmp_path / "x.safetensors", tmp_path / "s", TABLE, packing, budget_bytes=budget)
+    expected = {}
+    for spec in TABLE:
+        encoder = packing.formats[spec.name].encoder(spec.shape)
+        encoder.push(tensors[spec.name])
+        for part, value in encoder.finish().items():
+            expected[f"{spec.name}.{part}" if part else spec.name] = value
+    found = parts_in(store)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value.reshape(found[key].shape)), key
+    assert store.provenance["layout"] == "fused"
+
+
+@pytest.mark.parametrize("family_name", FAMILIES.names())
+def test_every_tiny_family_prepares_alike_from_each_of_its_layouts(
+    tmp_path: Path, family_name: str
+) -> None:
+    """No layout changes a number: the packets are the same whichever files the weights come in."""
+    family = FAMILIES.load(family_name)
+    table = family.table("tiny")
+    tensors = tensors_of(table)
+    packing = packing_for(table)
+    digests = []
+    for number, layout in enumerate(family.layouts("tiny")):
+        path = tmp_path / f"{number}.safetensors"
+        save_file(
+            {k: v.contiguous() for k, v in in_layout(layout, tensors).items()}
+            | {"unused.weight": torch.zeros(1)},
+            path,
+        )
+        with Source([path]) as source:
+            store = prepare_component(
+                table=table,
+                layouts=family.layouts("tiny"),
+                source=source,
+                packing=packing,
+                folder=tmp_path / f"store-{number}",
+                ram_budget_bytes=2**30,
+            )
+        assert store.num_blocks == table.num_blocks
+        assert store.provenance["layout"] == layout.name
+        digests.append({file.name: parts_digest(store, file.block) for file in store.files})
+    assert all(digest == digests[0] for digest in digests)
+
+
+def parts_digest(store: Store, block: int | None) -> str:
+    return next(file.data_sha256 for file in store.files if file.block == block)
+
+
+def test_the_key_holds_everything_that_shapes_the_bytes(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a.safetensors", TABLE)
+    save_file(
+        tensors_of(TABLE) | {"extra": torch.zeros(1)},
+        tmp_path / "b.safetensors",
+    )
+
+    def key(checkpoint: str = "a", **options: object) -> str:
+        return store_key(
+            table=TABLE,
+            layouts=LAYOUTS,
+            source=Source([tmp_path / f"{checkpoint}.safetensors"]),
+            packing=packing_for(TABLE, "nf4", **options),
+            cache_root=tmp_path,
+        )
+
+    keys = [key(), key("b"), key(group=32), key(scales="fp16")]
+    assert len(set(keys)) == 4
+    assert key() == keys[0]
+    folder = store_folder(tmp_path, family="flux2", variant="dev/x", slot="vae", key=keys[0])
+    assert folder.name == f"flux2-dev_x-vae-{keys[0][:16]}"
+
+
+def test_progress_and_journal_tell_what_happened(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "x.safetensors", TABLE)
+    seen: list[tuple[int, int]] = []
+
+    def run() -> Store:
+        return prepare(
+            tmp_path / "x.safetensors",
+            tmp_path / "s",
+            TABLE,
+            packing_for(TABLE),
+            journal=tmp_path / "journal.jsonl",
+            progress=lambda done, total: seen.append((done, total)),
+        )
+
+    store = run()
+    total = sum(tensor.nbytes for tensor in tensors_of(TABLE).values())
+    assert seen == sorted(seen)
+    assert seen[-1] == (total, total)
+    events = list(read_journal(tmp_path / "journal.jsonl"))
+    assert [event["event"] for event in events] == [
+        "prepare_start",
+        *["prepare_block"] * 5,
+        "prepare_done",
+    ]
+    assert [event["block"] for event in events[1:-1]] == [None, 0, 1, 2, 3]
+    assert events[-1]["store_bytes"] == store.nbytes
+    assert events[-1]["peak_private_bytes"] > 2**20
+    assert run() == store
+    assert len(list(read_journal(tmp_path / "journal.jsonl"))) == len(events), "a no-op is silent"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_budget_too_small_is_refused_naming_the_smallest_that_works(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "x.safetensors", TABLE)
+    packing, least = packing_for(TABLE), least_budget(TABLE)
+
+    def run(budget: int) -> Store:
+        return prepare(
+            tmp_path / "x.safetensors", tmp_path / "s", TABLE, packing, budget_bytes=budget
+        )
+
+    with pytest.raises(DoesNotFit, match=rf"--ram {-(-least // 2**20)}MiB"):
+        run(least - 4096)
+    assert not (tmp_path / "s").exists()
+    run(least)
+    run(0)  # what is there is used, whatever the budget
+
+
+def test_a_disk_too_small_is_refused_before_work_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "x.safetensors", TABLE)
+    usage = type("usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    with pytest.raises(DoesNotFit, match="the disk has 1000 B free"):
+        prepare(tmp_path / "x.safetensors", tmp_path / "s", TABLE, packing_for(TABLE))
+
+
+def test_a_weight_that_is_not_finite_is_named_and_leaves_no_half_block(tmp_path: Path) -> None:
+    tensors = tensors_of(TABLE)
+    tensors["b.2.q.weight"][40, 3] = torch.nan
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(FormatError, match=r"b\.2\.q\.weight, in rows .*row 40"):
+        prepare(tmp_path / "x.safetensors", tmp_path / "s", TABLE, packing_for(TABLE))
+    assert "block-002.safetensors" not in content_of(tmp_path / "s")
+    with pytest.raises(StoreBroken, match="did not finish"):
+        open_store(tmp_path / "s")
+
+
+def test_a_folder_with_another_store_is_not_overwritten(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "x.safetensors", TABLE)
+    prepare(tmp_path / "x.safetensors", tmp_path / "s", TABLE, packing_for(TABLE))
+    before = content_of(tmp_path / "s")
+    with pytest.raises(StoreBroken, match="holds another store"):
+        prepare(tmp_path / "x.safetensors", tmp_path / "s", TABLE, packing_for(TABLE, "int4"))
+    assert content_of(tmp_path / "s") == before
+
+
+# ---------------------------------------------------------------- torn stores and killed processes
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "manifest", "missing"])
+def test_prepare_mends_what_is_torn_and_says_what_it_was(tmp_path: Path, damage: str) -> None:
+    save_checkpoint(tmp_path / "x.safetensors", TABLE)
+    packing, folder = packing_for(TABLE), tmp_path / "s"
+    prepare(tmp_path / "x.safetensors", folder, TABLE, packing)
+    whole = content_of(folder)
+    victim = folder / (MANIFEST if damage == "manifest" else "block-001.safetensors")
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 4
+    if damage == "missing":
+        victim.unlink()
+    else:
+        victim.write_bytes(content[:-9] if damage == "truncate" else content)
+    journal = tmp_path / "journal.jsonl"
+    prepare(tmp_path / "x.safetensors", folder, TABLE, packing, journal=journal)
+    assert content_of(folder) == whole
+    events = {event["event"]: event for event in read_journal(journal)}
+    assert victim.name in events["prepare_found_broken"]["fault"]
+    assert events["prepare_start"]["num_kept"] == (5 if damage == "manifest" else 4)
+
+
+def children(monkeypatch: pytest.MonkeyPatch) -> BaseContext:
+    """Processes that start with torch imported where the system can, and so within milliseconds."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    # Python below 3.12 does not give the server our sys.path, and preloading fails without a word.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["prepare_support"])
+    return context
+
+
+def start_child(context: BaseContext, *arguments: object) -> Any:
+    """A child that has begun to prepare: (checkpoint, folder, num_blocks, journal)."""
+    begins = context.Event()
+    checkpoint, folder, num_blocks, journal = arguments
+    process = context.Process(
+        target=prepare_in_child, args=(checkpoint, folder, num_blocks, begins, journal)
+    )
+    process.start()
+    assert begins.wait(120)
+    return process
+
+
+def kill_and_finish(
+    context: BaseContext, tmp_path: Path, *, num_rounds: int, kills_per_round: int, seed: int
+) -> None:
+    """Kill preparing at random times; the next whole run must give the undisturbed bytes."""
+    num_blocks = 12
+    table, chance = small_table(num_blocks), random.Random(seed)
+    checkpoint = save_checkpoint(tmp_path / "x.safetensors", table)
+    process = start_child(context, checkpoint, tmp_path / "whole", num_blocks, None)
+    began = time.monotonic()
+    process.join()
+    seconds = time.monotonic() - began
+    assert process.exitcode == 0
+    whole = content_of(tmp_path / "whole")
+    num_killed = 0
+    for number in range(num_rounds):
+        folder = tmp_path / f"s{number}"
+        for _ in range(kills_per_round):
+            process = start_child(context, checkpoint, folder, num_blocks, None)
+            time.sleep(chance.uniform(0, seconds))
+            process.kill()
+            process.join()
+            num_killed += process.exitcode != 0
+        prepare(checkpoint, folder, table, packing_for(table))
+        assert content_of(folder) == whole, "nothing torn is kept, nothing temporary stays"
+        open_store(folder, full=True)
+    assert num_killed, "at least one child was killed before it ended"
+
+
+def test_a_killed_prepare_continues_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_and_finish(children(monkeypatch), tmp_path, num_rounds=2, kills_per_round=2, seed=1)
+
+
+@pytest.mark.slow
+def test_twenty_killed_prepares_continue_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_and_finish(children(monkeypatch), tmp_path, num_rounds=20, kills_per_round=2, seed=2)
+
+
+def test_two_processes_prepare_the_same_store_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = children(monkeypatch)
+    num_blocks = 12
+    table = small_table(num_blocks)
+    checkpoint = save_checkpoint(tmp_path / "x.safetensors", table)
+    pair = [
+        start_child(context, checkpoint, tmp_path / "s", num_blocks, tmp_path / f"{name}.jsonl")
+        for name in ("a", "b")
+    ]
+    for process in pair:
+        process.join()
+        assert process.exitcode == 0
+    prepare(checkpoint, tmp_path / "alone", table, packing_for(table))
+    assert content_of(tmp_path / "s") == content_of(tmp_path / "alone")
+    events = [e["event"] for name in ("a", "b") for e in read_journal(tmp_path / f"{name}.jsonl")]
+    assert events.count("prepare_start") == 1
+    assert events.count("prepare_done") == 1
+
+
+# ---------------------------------------------------------------- memory and time, in a process of their own
+
+MEASURE = """
+import json, sys, time
+from pathlib import Path
+import torch
+from prepare_support import packing_for, prepare, write_sparse_checkpoint
+from outsize.base.table import ShapeTable, TensorSpec
+from outsize.weights.budget import MemoryWatch
+
+folder, shapes, budget = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+table = ShapeTable(tuple(
+    TensorSpec(name, tuple(shape), "mlp", block, is_linear=True) for name, shape, block in shapes
+))
+source_bytes = write_sparse_checkpoint(folder / "x.safetensors", table)
+packing = packing_for(table)
+prepare_it = lambda: prepare(folder / "x.safetensors", folder / "s", table, packing, budget_bytes=budget)
+with MemoryWatch(0.005) as watch:
+    began = time.monotonic()
+    store = prepare_it()
+    seconds = time.monotonic() - began
+again = []
+for _ in range(3):
+    began = time.monotonic()
+    prepare_it()
+    again.append(time.monotonic() - began)
+print(json.dumps({"growth": watch.growth_bytes, "seconds": seconds, "again": min(again),
+    "source": source_bytes, "store": store.nbytes, "baseline": watch.baseline_bytes}))
+"""
+
+
+def measure(folder: Path, shapes: list[tuple[str, list[int], int | None]], budget: int) -> Any:
+    paths = [str(Path(__file__).parent), *sys.path]
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), json.dumps(shapes), str(budget)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    print(figures)  # noqa: T201 - the figures are what the run is for
+    return figures
+
+
+def test_preparing_200_mb_stays_within_a_tight_budget_and_is_instant_when_done(
+    tmp_path: Path,
+) -> None:
+    shapes: list[tuple[str, list[int], int | None]] = [
+        ("b.0.up.weight", [1024, 2048], 0),
+        ("b.0.plain.weight", [8000, 2047], 0),
+        ("b.1.plain.weight", [8000, 2047], 1),
+        ("table.weight", [33000, 2048], None),
+    ]
+    budget = 80 * 2**20
+    figures = measure(tmp_path, shapes, budget)
+    assert figures["source"] > 200e6
+    assert figures["growth"] < budget
+    assert figures["again"] < 0.3
+
+
+@pytest.mark.slow
+def test_preparing_2_gb_takes_less_than_600_mb_above_the_interpreter(tmp_path: Path) -> None:
+    shapes: list[tuple[str, list[int], int | None]] = [
+        ("b.0.up.weight", [8192, 16384], 0),
+        ("b.1.up.weight", [8192, 16384], 1),
+        ("b.0.plain.weight", [16000, 8191], 0),
+        ("b.1.plain.weight", [16000, 8191], 1),
+        ("table.weight", [120000, 4096], None),
+    ]
+    try:
+        figures = measure(tmp_path, shapes, 512 * 2**20)
+    finally:
+        for path in tmp_path.rglob("*.safetensors"):
+            path.unlink()
+    assert figures["source"] > 2e9
+    assert figures["growth"] < 600e6

@@ -1,0 +1,379 @@
+"""Packets and stores: what is written is what is read, and every way of being torn is found and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from outsize.base.errors import DoesNotFit, StoreBroken
+from outsize.base.parts import Part
+from outsize.base.table import ShapeTable, TensorSpec
+from outsize.weights.budget import (
+    OVERHEAD_BYTES,
+    MemoryWatch,
+    private_bytes,
+    slab_bytes,
+    slab_rows,
+    smallest_budget,
+)
+from outsize.weights.dtypes import torch_dtype
+from outsize.weights.header import read_header
+from outsize.weights.packet import ALIGNMENT, Packet, plan_packet, view
+from outsize.weights.store import DATA_ALIGNMENT, MANIFEST, STAMPS, Store, open_store
+from outsize.weights.store_writer import StoreWriter
+
+TABLE = ShapeTable(
+    (
+        TensorSpec("emb.weight", (7, 3), "embed"),
+        TensorSpec("step", (), "buffer"),
+        *(
+            spec
+            for block in range(3)
+            for spec in (
+                TensorSpec(f"b.{block}.norm", (5,), "norm", block),
+                TensorSpec(f"b.{block}.up.weight", (30, 16), "mlp", block, is_linear=True),
+                TensorSpec(f"b.{block}.up.bias", (30,), "mlp", block),
+                TensorSpec(f"b.{block}.down.weight", (16, 30), "mlp", block, is_linear=True),
+            )
+        ),
+    )
+)
+
+
+def parts_of(spec: TensorSpec) -> tuple[Part, ...]:
+    if spec.is_linear:
+        rows, columns = spec.shape
+        return Part("codes", "U8", (rows, columns // 2)), Part("scales", "F32", (rows, 1))
+    return (Part("", "BF16", spec.shape),)
+
+
+PARTS = {spec.name: parts_of(spec) for spec in TABLE}
+BLOCKS: tuple[int | None, ...] = (None, 0, 1, 2)
+PACKETS = {block: plan_packet(TABLE.of_block(block), PARTS) for block in BLOCKS}
+
+
+def values_of(packet: Packet) -> dict[str, torch.Tensor]:
+    """Seeded values for every entry."""
+    values = {}
+    for entry in packet.entries:
+        generator = torch.Generator().manual_seed(len(entry.key) + entry.offset)
+        raw = torch.randint(0, 100, entry.shape, generator=generator)
+        values[entry.key] = raw.to(torch_dtype(entry.dtype))
+    return values
+
+
+def write_blocks(writer: StoreWriter, blocks: tuple[int | None, ...] = BLOCKS) -> None:
+    for block in blocks:
+        with writer.block(block) as file:
+            for entry in PACKETS[block].entries:
+                file.append(entry, values_of(PACKETS[block])[entry.key])
+
+
+def new_writer(folder: Path) -> StoreWriter:
+    return StoreWriter(folder, key="k" * 64, provenance={"source": "test"}, packets=PACKETS)
+
+
+def write_store(folder: Path) -> Store:
+    with new_writer(folder) as writer:
+        assert writer.keep_complete() == set()
+        write_blocks(writer)
+        return writer.finish()
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    """All bytes of a store; the stamps hold times and the lock holds nothing."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.name not in {STAMPS, ".lock"}
+    }
+
+
+# ---------------------------------------------------------------- packets
+
+
+def test_linears_come_first_and_everything_is_aligned() -> None:
+    packet = PACKETS[1]
+    assert packet.tensors() == ("b.1.up.weight", "b.1.down.weight", "b.1.norm", "b.1.up.bias")
+    streamed = [entry for entry in packet.entries if entry.offset < packet.streamed_bytes]
+    assert {entry.tensor for entry in streamed} == {"b.1.up.weight", "b.1.down.weight"}
+    assert all(entry.offset % ALIGNMENT == 0 for entry in packet.entries)
+    assert packet.num_bytes % ALIGNMENT == packet.streamed_bytes % ALIGNMENT == 0
+    assert packet.parts("b.1.up.weight")["scales"].key == "b.1.up.weight.scales"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 20), max_size=3),
+            st.booleans(),
+            st.sampled_from(["F32", "BF16", "U8", "I64"]),
+        ),
+        max_size=8,
+    )
+)
+def test_entries_and_pads_cover_a_packet_exactly(
+    tensors: list[tuple[list[int], bool, str]],
+) -> None:
+    specs = [
+        TensorSpec(f"t{i}", tuple(shape), "mlp", 0, is_linear=is_linear)
+        for i, (shape, is_linear, _) in enumerate(tensors)
+    ]
+    parts = {
+        spec.name: (Part("", dtype, spec.shape),)
+        for spec, (_, _, dtype) in zip(specs, tensors, strict=True)
+    }
+    packet = plan_packet(specs, parts)
+    position = 0
+    for entry in sorted((*packet.entries, *packet.pads()), key=lambda e: (e.offset, e.end)):
+        assert entry.offset == position
+        position = entry.end
+    assert position == packet.num_bytes
+    assert Packet.from_json(json.loads(json.dumps(packet.as_json()))) == packet
+
+
+def test_views_share_memory_with_the_buffer() -> None:
+    packet = PACKETS[None]
+    buffer = torch.zeros(packet.num_bytes, dtype=torch.uint8)
+    for entry in packet.entries:
+        view(entry, buffer).copy_(values_of(packet)[entry.key])
+    for entry in packet.entries:
+        seen = view(entry, buffer)
+        assert seen.shape == entry.shape
+        assert torch.equal(seen, values_of(packet)[entry.key])
+        assert seen.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+# ---------------------------------------------------------------- writing and reading
+
+
+def test_a_store_reads_back_what_was_written(tmp_path: Path) -> None:
+    written = write_store(tmp_path / "s")
+    store = open_store(tmp_path / "s", full=True)
+    assert store == written
+    assert store.num_blocks == 3
+    assert store.nbytes == sum(packet.num_bytes for packet in PACKETS.values())
+    buffer = torch.empty(max(p.num_bytes for p in PACKETS.values()) + 7, dtype=torch.uint8)
+    for block in BLOCKS:
+        packet = store.packet(block)
+        assert packet == PACKETS[block]
+        assert store.read_block_into(block, buffer, verify=True) == packet.num_bytes
+        for entry in packet.entries:
+            assert torch.equal(view(entry, buffer), values_of(packet)[entry.key])
+    few = torch.full_like(buffer, 255)
+    streamed = PACKETS[0].streamed_bytes
+    assert store.read_block_into(0, few, num_bytes=streamed) == streamed
+    assert bool((few[streamed:] == 255).all())
+
+
+def test_the_safetensors_library_reads_every_file_and_data_begin_at_a_page(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s")
+    for block in BLOCKS:
+        loaded = load_file(store.path(block))
+        named = {name: t for name, t in loaded.items() if not name.startswith("__pad__")}
+        values = values_of(PACKETS[block])
+        assert named.keys() == values.keys()
+        assert all(torch.equal(named[name], values[name]) for name in values)
+        header = read_header(store.path(block))
+        assert header.data_begin % DATA_ALIGNMENT == 0
+        assert header.file_bytes - header.data_begin == PACKETS[block].num_bytes
+
+
+def test_rows_of_an_entry_may_be_appended_in_pieces(tmp_path: Path) -> None:
+    whole = content_of(write_store(tmp_path / "whole").folder)
+    with new_writer(tmp_path / "rows") as writer:
+        for block in BLOCKS:
+            with writer.block(block) as file:
+                for entry in PACKETS[block].entries:
+                    value = values_of(PACKETS[block])[entry.key]
+                    for rows in value.split(2) if value.dim() else [value]:
+                        file.append(entry, rows)
+        writer.finish()
+    assert content_of(tmp_path / "rows") == whole
+
+
+def test_a_packet_that_is_not_wholly_written_leaves_no_file(tmp_path: Path) -> None:
+    first, second = PACKETS[0].entries[:2]
+    values = values_of(PACKETS[0])
+
+    def attempt(act: Callable[..., None], match: str) -> None:
+        with (
+            new_writer(tmp_path) as writer,
+            pytest.raises(ValueError, match=match),
+            writer.block(0) as file,
+        ):
+            act(file)
+        assert not list(tmp_path.glob("*block*"))
+
+    attempt(lambda file: file.append(second, values[second.key]), "not wholly written: b.0.up")
+    attempt(lambda file: file.append(first, values[first.key]), "not wholly written: b.0.up")
+    attempt(lambda file: file.append(first, values[first.key].float()), "is U8, given")
+    attempt(lambda file: file.append(first, torch.zeros(999, dtype=torch.uint8)), "would leave it")
+
+
+# ---------------------------------------------------------------- torn, altered, missing
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda s: (s / "block-001.safetensors").unlink(), r"block-001.*missing"),
+    "truncated": (lambda s: os.truncate(s / "rest.safetensors", 4200), r"rest.*torn: 4200 bytes"),
+    "empty": (lambda s: os.truncate(s / "block-002.safetensors", 0), r"block-002.*torn: 0 bytes"),
+    "header": (lambda s: flip(s / "block-000.safetensors", 40), r"block-000.*header was altered"),
+    "data": (lambda s: flip(s / "block-000.safetensors", -1), r"block-000.*data are not those"),
+    "manifest": (
+        lambda s: (s / MANIFEST).write_text(
+            (s / MANIFEST).read_text().replace('"source": "test"', '"source": "tesT"')
+        ),
+        r"manifest\.json was altered",
+    ),
+    "torn manifest": (lambda s: os.truncate(s / MANIFEST, 50), r"manifest\.json cannot be read"),
+    "no manifest": (lambda s: (s / MANIFEST).unlink(), "its preparing did not finish"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_every_damage_is_found_and_named_on_opening(tmp_path: Path, name: str) -> None:
+    damage, message = DAMAGE[name]
+    write_store(tmp_path / "s")
+    damage(tmp_path / "s")
+    with pytest.raises(StoreBroken, match=message):
+        open_store(tmp_path / "s")
+
+
+def test_all_damaged_files_are_named_at_once(tmp_path: Path) -> None:
+    write_store(tmp_path)
+    for name in ("missing", "truncated", "data"):
+        DAMAGE[name][0](tmp_path)
+    with pytest.raises(StoreBroken) as caught:
+        open_store(tmp_path)
+    for file in ("rest", "block-000", "block-001"):
+        assert f"{file}.safetensors: " in str(caught.value)
+    assert "block-002" not in str(caught.value)
+    with pytest.raises(StoreBroken, match="is not there"):
+        open_store(tmp_path / "absent")
+
+
+def test_a_bit_flipped_behind_the_clock_is_found_by_full_checks_and_verified_reads(
+    tmp_path: Path,
+) -> None:
+    store = write_store(tmp_path)
+    path = store.path(1)
+    status = path.stat()
+    flip(path, -5)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    buffer = torch.empty(PACKETS[1].num_bytes, dtype=torch.uint8)
+    assert open_store(tmp_path) == store, "the quick check believes size, header and time"
+    with pytest.raises(StoreBroken, match=r"block-001.*SHA-256"):
+        store.read_block_into(1, buffer, verify=True)
+    with pytest.raises(StoreBroken, match=r"block-001.*SHA-256"):
+        open_store(tmp_path, full=True)
+
+
+def test_a_block_that_vanishes_or_shrinks_while_open_is_named(tmp_path: Path) -> None:
+    store = write_store(tmp_path)
+    buffer = torch.empty(PACKETS[1].num_bytes, dtype=torch.uint8)
+    os.truncate(store.path(1), 5000)
+    with pytest.raises(StoreBroken, match=r"block-001.*early"):
+        store.read_block_into(1, buffer)
+    store.path(1).unlink()
+    with pytest.raises(StoreBroken, match="block-001"):
+        store.read_block_into(1, buffer)
+    with pytest.raises(ValueError, match="into a buffer of 3"):
+        store.read_block_into(0, buffer[:3])
+
+
+def test_a_copied_store_is_hashed_once_and_believed_from_then_on(tmp_path: Path) -> None:
+    store = write_store(tmp_path)
+    for file in store.files:
+        os.utime(tmp_path / file.name, (1, 1))
+    before = (tmp_path / STAMPS).read_bytes()
+    assert open_store(tmp_path) == store
+    assert (tmp_path / STAMPS).read_bytes() != before
+    (tmp_path / STAMPS).write_text("torn {")
+    assert open_store(tmp_path) == store
+
+
+# ---------------------------------------------------------------- going on after an interruption
+
+
+def test_a_writer_keeps_whole_blocks_and_writes_the_rest(tmp_path: Path) -> None:
+    undisturbed = content_of(write_store(tmp_path / "whole").folder)
+    folder = tmp_path / "s"
+    with new_writer(folder) as writer:
+        write_blocks(writer, (None, 0, 1))
+    flip(folder / "block-001.safetensors", -1)
+    (folder / ".tmp-block-002.safetensors-abc").write_bytes(b"half a block")
+    with new_writer(folder) as writer:
+        assert writer.keep_complete() == {None, 0}
+        write_blocks(writer, (1, 2))
+        writer.finish()
+    assert content_of(folder) == undisturbed
+
+
+def test_files_of_another_key_are_not_kept(tmp_path: Path) -> None:
+    write_store(tmp_path)
+    other = StoreWriter(tmp_path, key="j" * 64, provenance={}, packets=PACKETS)
+    with other as writer:
+        assert writer.keep_complete() == set()
+    with pytest.raises(StoreBroken, match="did not finish"):
+        open_store(tmp_path)
+
+
+def test_a_second_writer_waits_for_the_first(tmp_path: Path) -> None:
+    order: list[str] = []
+    waits = threading.Event()
+
+    def second() -> None:
+        writer = StoreWriter(tmp_path, key="k", provenance={}, packets={}, on_wait=waits.set)
+        with writer:
+            order.append("second")
+
+    with new_writer(tmp_path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waits.wait(10)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+# ---------------------------------------------------------------- host memory
+
+
+def test_a_watch_sees_memory_that_comes_and_goes() -> None:
+    with MemoryWatch(interval_s=0.002) as watch:
+        held = torch.ones(64 * 2**20, dtype=torch.uint8)
+        threading.Event().wait(0.02)
+        del held
+    assert 60 * 2**20 < watch.growth_bytes < 90 * 2**20
+    assert abs(private_bytes() - watch.baseline_bytes) < 20 * 2**20
+
+
+def test_the_slab_is_sized_by_the_budget_or_refused_naming_the_smallest() -> None:
+    specs = (TensorSpec("w", (1000, 1000), "mlp", 0, is_linear=True),)
+    packed = {"w": (Part("codes", "U8", (1000, 500)),)}
+    plain = {"w": (Part("", "BF16", (1000, 1000)),)}
+    assert slab_rows(10, 99) == 9
+    assert smallest_budget(specs, packed) == OVERHEAD_BYTES + 2 * 500_000 + 2 * 4000
+    assert smallest_budget(specs, plain) == OVERHEAD_BYTES + 2 * 4000, "rows are not gathered"
+    budget = smallest_budget(specs, packed)
+    assert slab_bytes(specs, packed, row_bytes=4000, budget_bytes=budget) == 4000
+    assert slab_bytes(specs, packed, row_bytes=4000, budget_bytes=2**40) == 64 * 2**20
+    with pytest.raises(DoesNotFit, match=r"of it for the encoded parts of w.*--ram 65MiB"):
+        slab_bytes(specs, packed, row_bytes=4000, budget_bytes=budget - 2)
