@@ -6,8 +6,11 @@ import hashlib
 import json
 import os
 import struct
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -548,3 +551,166 @@ def test_offline_what_is_missing_is_named_with_the_command(
     with pytest.raises(SourceError, match=r"hf download owner/name") as caught:
         find("owner/name", cache_dir=tmp_path, offline=True)
     assert "offline" in str(caught.value)
+
+
+# ---------------------------------------------------------------- a hub of our own, over HTTP
+
+HUB = r"""
+import hashlib, json, re, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+root, asked, COMMIT = Path(sys.argv[1]), [], "c" * 40
+
+class Hub(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_): pass
+
+    def answer(self, status, body=b"", **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        if "Content_Length" not in headers:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        if path == "/stop":
+            self.answer(200, json.dumps(asked).encode())
+            threading.Thread(target=server.shutdown).start()
+        elif "gated/" in path:
+            self.answer(403, X_Error_Code="GatedRepo", X_Error_Message="gated")
+        elif "none/" in path:
+            self.answer(404, X_Error_Code="RepoNotFound", X_Error_Message="none")
+        elif found := re.fullmatch(r"/api/models/(own/\w+)/(revision|tree)/\w+", path):
+            folder = root / found[1]
+            files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+            names = [p.relative_to(folder).as_posix() for p in files]
+            body = {"id": found[1], "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]}
+            if found[2] == "tree":
+                body = [
+                    {"type": "file", "path": n, "size": p.stat().st_size, "oid": "0" * 40}
+                    for n, p in zip(names, files)
+                ]
+            self.answer(200, json.dumps(body).encode(), Content_Type="application/json")
+        elif found := re.fullmatch(r"/(own/\w+)/resolve/\w+/(.+)", path):
+            if self.command == "GET":
+                asked.append(found[2])
+            body = (root / found[1] / found[2]).read_bytes()
+            etag = '"' + hashlib.sha256(body).hexdigest() + '"'
+            self.answer(200, body, ETag=etag, X_Repo_Commit=COMMIT, Content_Length=len(body))
+        else:
+            self.answer(404)
+
+    do_HEAD = do_GET
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+ASK = """
+import json, sys
+from pathlib import Path
+from outsize.base.errors import SourceError
+from outsize.weights.locate import locate_folder, locate_weights
+
+answers = []
+for source, sub_folder, is_folder in json.loads(sys.argv[2]):
+    cache = Path(sys.argv[1])
+    try:
+        if is_folder:
+            found = [locate_folder(source, sub_folder, cache_dir=cache)]
+        else:
+            found = locate_weights(source, sub_folder=sub_folder, cache_dir=cache).files
+        answers.append([Path(f).as_posix().split("snapshots/")[1] for f in found])
+    except SourceError as error:
+        answers.append(str(error))
+print(json.dumps(answers))
+"""
+
+
+def test_only_needed_files_are_fetched_from_the_hub_and_its_refusals_are_explained(
+    tmp_path: Path,
+) -> None:
+    repo = put(
+        tmp_path / "hub/own/pipe",
+        "model_index.json",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.fp16.safetensors",
+        "vae/diffusion_pytorch_model.bin",
+        "transformer/diffusion_pytorch_model.fp16.safetensors",
+        "flux2-dev.safetensors",
+        "tokenizer/tokenizer.json",
+        "tokenizer/big.bin",
+    )
+    put(repo, "vae/diffusion_pytorch_model.safetensors", "transformer/a.safetensors")
+    put_index(repo / "transformer/diffusion_pytorch_model.safetensors.index.json", "a.safetensors")
+    put(tmp_path / "hub/own/encoder", "config.json", "model.safetensors")
+    for path in (tmp_path / "hub").rglob("*.*"):
+        # what is empty, or the same as another file, is not fetched at all
+        path.write_bytes(path.read_bytes() or str(path).encode())
+    wanted = [
+        ("own/pipe", "vae", False),
+        ("own/pipe", "transformer", False),
+        ("own/pipe/flux2-dev.safetensors", "transformer", False),
+        ("own/pipe", "tokenizer", True),
+        ("own/encoder", "text_encoder", False),
+        ("own/pipe", "text_encoder", False),
+        ("gated/x", "vae", False),
+        ("none/x", "vae", False),
+    ]
+    server = subprocess.Popen(
+        [sys.executable, "-c", HUB, str(tmp_path / "hub")], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    with server.stdout as output:
+        address = f"http://127.0.0.1:{output.readline().strip()}"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "HF_HUB_OFFLINE": "0",
+            "HF_ENDPOINT": address,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HOME": str(tmp_path / "home"),
+            "NO_PROXY": "127.0.0.1",
+        }
+        child = subprocess.run(
+            [sys.executable, "-c", ASK, str(tmp_path / "cache"), json.dumps(wanted)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{address}/stop") as reply:
+            asked = json.loads(reply.read())
+        server.wait(10)
+    assert child.returncode == 0, child.stderr
+    answers = json.loads(child.stdout.splitlines()[-1])
+    commit = "c" * 40
+    assert answers[:5] == [
+        [f"{commit}/vae/diffusion_pytorch_model.safetensors"],
+        [f"{commit}/transformer/a.safetensors"],
+        [f"{commit}/flux2-dev.safetensors"],
+        [f"{commit}/tokenizer"],
+        [f"{commit}/model.safetensors"],
+    ]
+    assert "has no folder 'text_encoder'" in answers[5]
+    assert "accept its licence at https://huggingface.co/gated/x" in answers[6]
+    assert "no repository none/x" in answers[7]
+    assert sorted(asked) == [
+        "config.json",
+        "flux2-dev.safetensors",
+        "model.safetensors",
+        "tokenizer/tokenizer.json",
+        "transformer/a.safetensors",
+        "transformer/diffusion_pytorch_model.safetensors.index.json",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    ]
