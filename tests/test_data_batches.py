@@ -90,7 +90,7 @@ def test_a_batch_holds_what_the_encoders_give_for_its_pictures_and_captions(part
             assert batch.conditions[name].dtype == expected.dtype
         for row, name in enumerate(batch.names):
             picture, crop = by_path[name]
-            pixels = media.read_pixels(picture.path.read_bytes(), crop)
+            pixels = media.pixels_of(media.decode(picture.path.read_bytes()), crop)
             expected = torch.nn.functional.avg_pool2d(pixels, 8)
             assert torch.equal(batch.latents_BCHW[row], expected)
             assert picture.set_index == batch.set_index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_latents_do_not_depend_on_the_batch_they_were_encoded_in(
         assert first is not None
         assert second is not None
         assert torch.equal(first["latent"], second["latent"])
-        pixels = media.read_pixels(picture.path.read_bytes(), crop)
+        pixels = media.pixels_of(media.decode(picture.path.read_bytes()), crop)
         expected = torch.nn.functional.avg_pool2d(pixels, 8)
         assert torch.equal(first["latent"], expected), picture.name
 
@@ -235,4 +236,19 @@ def test_a_picture_that_changes_after_the_scan_stops_the_stage(
         cache_latents(manifest, crops, cache, CountingEncoders().open_image, {})
     (folder / "03.png").unlink()
     with pytest.raises(SourceError, match=r"03\.png can no longer be read"):
+        cache_latents(manifest, crops, cache, CountingEncoders().open_image, {})
+
+
+def test_a_remembered_size_that_is_wrong_stops_the_stage(
+    folder: Path, cache: ContentCache, tmp_path: Path
+) -> None:
+    """A wrong size would squeeze the picture; the bytes are decoded here, so it is found out."""
+    facts = tmp_path / "facts.json"
+    scan([PictureSet(folder)], facts_file=facts)
+    stored = json.loads(facts.read_bytes())
+    stored["sizes"] = dict.fromkeys(stored["sizes"], [44, 44])
+    facts.write_text(json.dumps(stored))
+    manifest = scan([PictureSet(folder)], facts_file=facts)
+    crops = plan_crops([(p.width, p.height) for p in manifest.pictures], 32, 8)
+    with pytest.raises(SourceError, match="decodes to 40 x 40 px, where the scan found 44 x 44"):
         cache_latents(manifest, crops, cache, CountingEncoders().open_image, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from data_support import write_captioned, write_picture
 from PIL import Image
 
 from outsize.base.errors import SourceError
-from outsize.data.manifest import PictureSet, scan, with_trigger
+from outsize.data import media
+from outsize.data.buckets import plan_crops
+from outsize.data.manifest import PictureSet, crops_of, scan, with_trigger
 
 
 def captioned(path: Path, caption: str = "a cat") -> Path:
@@ -156,3 +159,44 @@ def test_the_digest_follows_contents_captions_and_weights_but_not_the_place(tmp_
     assert scan([PictureSet(moved)]).digest() != first
     write_picture(folder / "01.png", (16, 16), seed=99)
     assert scan([PictureSet(folder)]).digest() != first
+
+
+def test_a_second_scan_decodes_only_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_captioned(tmp_path / "pictures", 4, [(16, 16), (20, 10)])
+    facts = tmp_path / "facts.json"
+    first = scan([PictureSet(folder)], facts_file=facts)
+    decoded: list[bytes] = []
+    inspect = media.inspect
+
+    def counting(content: bytes) -> tuple[int, int]:
+        decoded.append(content)
+        return inspect(content)
+
+    monkeypatch.setattr(media, "inspect", counting)
+    assert scan([PictureSet(folder)], facts_file=facts) == first
+    assert decoded == []
+    changed = write_picture(folder / "02.png", (30, 20), seed=77)
+    assert scan([PictureSet(folder)], facts_file=facts).pictures[2].width == 30
+    assert decoded == [changed.read_bytes()]
+    changed.write_bytes(changed.read_bytes()[:50])
+    with pytest.raises(SourceError, match=r"02\.png"):
+        scan([PictureSet(folder)], facts_file=facts)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"transform": "media/0", "sizes": {}}'])
+def test_facts_that_cannot_be_used_are_found_out_again(tmp_path: Path, content: bytes) -> None:
+    folder = write_captioned(tmp_path / "pictures", 2, [(16, 16)])
+    facts = tmp_path / "facts.json"
+    facts.write_bytes(content)
+    assert scan([PictureSet(folder)], facts_file=facts) == scan([PictureSet(folder)])
+    assert len(json.loads(facts.read_bytes())["sizes"]) == 2
+
+
+def test_crops_follow_the_manifest_and_all_pictures_too_small_are_named(tmp_path: Path) -> None:
+    sizes = [(64, 64), (7, 30), (60, 30), (40, 5)]
+    manifest = scan([PictureSet(write_captioned(tmp_path, 4, sizes))])
+    assert crops_of(manifest, 32, 8) == plan_crops(sizes, 32, 8)
+    with pytest.raises(SourceError, match=r"(?s)2 faults.*01\.png: 7 x 30.*03\.png: 40 x 5"):
+        crops_of(manifest, 32, 8, may_upscale=False)

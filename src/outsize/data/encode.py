@@ -211,7 +211,13 @@ def _read(picture: Picture, crop: CropPlan) -> Tensor:
         raise SourceError(f"{picture.path} can no longer be read: {error}") from error
     if hashlib.sha256(content).hexdigest() != picture.digest:
         raise SourceError(f"{picture.path} changed while the run was starting; start again")
-    return media.read_pixels(content, crop)
+    image = media.decode(content)
+    if image.size != (picture.width, picture.height):
+        raise SourceError(
+            f"{picture.path} decodes to {image.size[0]} x {image.size[1]} px, where the scan found "
+            f"{picture.width} x {picture.height}; delete the file of remembered sizes and start again"
+        )
+    return media.pixels_of(image, crop)
 
 
 def _encode_pictures(

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,6 +19,8 @@ from pathlib import Path, PurePosixPath
 from outsize.base.errors import SourceError
 from outsize.base.files import json_digest
 from outsize.data import media
+from outsize.data.buckets import CropPlan, plan_crops
+from outsize.data.facts import Size, add_facts, read_facts
 
 PICTURE_EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 # Pictures we cannot read, or not without another library: passing over them needs a warning.
@@ -85,31 +87,59 @@ class Manifest:
         return self.sets[picture.set_index]
 
 
-def scan(sets: Sequence[PictureSet], *, num_threads: int | None = None) -> Manifest:
+def scan(
+    sets: Sequence[PictureSet], *, facts_file: Path | None = None, num_threads: int | None = None
+) -> Manifest:
     """Read, hash and decode every picture of every set, and match the captions.
 
+    facts_file: where to remember which contents were decoded; those are read and hashed again, but
+    not decoded again.
     Raises: SourceError listing all faults with their files: missing or empty folders, unreadable
     or truncated pictures, missing, empty or undecodable captions.
     """
     faults: list[str] = []
     warnings: list[str] = []
     pictures: list[Picture] = []
+    known = read_facts(facts_file) if facts_file else {}
     if not sets:
         faults.append("no folder of pictures is given")
     with ThreadPoolExecutor(num_threads or min(16, (os.cpu_count() or 1) + 2)) as pool:
         for set_index, item in enumerate(sets):
             found = _Folder.walk(item, faults, warnings)
             captions = [found.caption_of(path, item, faults) for path in found.pictures]
-            looks = pool.map(_look, found.pictures)
+            looks = pool.map(lambda path: _look(path, known), found.pictures)
             for path, caption, look in zip(found.pictures, captions, looks, strict=True):
                 if isinstance(look, str):
                     faults.append(f"{path}: {look}")
                 elif caption is not None:
                     name = path.relative_to(item.folder).as_posix()
                     pictures.append(Picture(set_index, name, path, caption, *look))
+    sizes = {picture.digest: (picture.width, picture.height) for picture in pictures}
+    if facts_file and not sizes.keys() <= known.keys():
+        add_facts(facts_file, sizes)
     if faults:
         raise SourceError(_list_faults(faults))
     return Manifest(tuple(sets), tuple(pictures), (*warnings, *_duplicates(pictures)))
+
+
+def crops_of(
+    manifest: Manifest, resolution: int, multiple: int, *, may_upscale: bool = True
+) -> tuple[CropPlan, ...]:
+    """The crop of each picture, in the manifest's order.
+
+    Raises: RecipeError for an impossible resolution; SourceError listing every picture that is too
+    small, when pictures may not be enlarged.
+    """
+    crops, faults = [], []
+    for picture in manifest.pictures:
+        size = (picture.width, picture.height)
+        try:
+            crops += plan_crops([size], resolution, multiple, may_upscale=may_upscale)
+        except SourceError as error:
+            faults.append(f"{picture.path}: {error}")
+    if faults:
+        raise SourceError(_list_faults(faults))
+    return tuple(crops)
 
 
 def with_trigger(caption: str, trigger: str | None) -> str:
@@ -184,14 +214,15 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _look(path: Path) -> tuple[str, int, int] | str:
+def _look(path: Path, known: Mapping[str, Size]) -> tuple[str, int, int] | str:
     """Digest, width and height; or what is wrong with the file."""
     try:
         content = path.read_bytes()
-        width, height = media.inspect(content)
+        digest = hashlib.sha256(content).hexdigest()
+        width, height = known.get(digest) or media.inspect(content)
     except (OSError, SourceError) as error:
         return str(error)
-    return hashlib.sha256(content).hexdigest(), width, height
+    return digest, width, height
 
 
 def _extension(name: str) -> str:

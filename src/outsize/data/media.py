@@ -78,15 +78,10 @@ def crop_fields(crop: CropPlan) -> dict[str, Any]:
     return {"transform": TRANSFORM, **crop.describe()}
 
 
-def read_pixels(content: bytes, crop: CropPlan) -> Tensor:
-    """Pixels (C, H, W) of the bucket, fp32 in -1..1.
-
-    Memory: the decoded picture, 3 bytes a pixel, twice at peak.
-    Raises: SourceError as decode does.
-    """
+def pixels_of(image: Image.Image, crop: CropPlan) -> Tensor:
+    """Pixels (C, H, W) of the bucket, fp32 in -1..1, of a decoded picture."""
     import torch
 
-    image = decode(content)
     scaled_size = (crop.scaled_width, crop.scaled_height)
     if image.size != scaled_size:
         # A gap of 3 lets Pillow shrink by whole factors first; it says the result is as good.
