@@ -246,7 +246,7 @@ def test_a_remembered_size_that_is_wrong_stops_the_stage(
     facts = tmp_path / "facts.json"
     scan([PictureSet(folder)], facts_file=facts)
     stored = json.loads(facts.read_bytes())
-    stored["sizes"] = dict.fromkeys(stored["sizes"], [44, 44])
+    stored["sizes"] = dict.fromkeys(stored["sizes"], (44, 44))
     facts.write_text(json.dumps(stored))
     manifest = scan([PictureSet(folder)], facts_file=facts)
     crops = plan_crops([(p.width, p.height) for p in manifest.pictures], 32, 8)

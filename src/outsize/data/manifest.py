@@ -130,7 +130,8 @@ def crops_of(
     Raises: RecipeError for an impossible resolution; SourceError listing every picture that is too
     small, when pictures may not be enlarged.
     """
-    crops, faults = [], []
+    crops: list[CropPlan] = []
+    faults: list[str] = []
     for picture in manifest.pictures:
         size = (picture.width, picture.height)
         try:
