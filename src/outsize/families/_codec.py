@@ -180,7 +180,8 @@ def encode_mean(model: nn.Module, pixels_BCHW: Tensor) -> Tensor:
     codec: Any = model
     with torch.no_grad():
         mean: Tensor = codec.encode(pixels_BCHW.to(at.device, at.dtype)).latent_dist.mode()
-    return mean.float()
+    # convolutions may answer channels-last, and other strides make other bits downstream
+    return mean.float().contiguous()
 
 
 def decode_pixels(model: nn.Module, latent_BCHW: Tensor) -> Tensor:
@@ -190,5 +191,7 @@ def decode_pixels(model: nn.Module, latent_BCHW: Tensor) -> Tensor:
     at = model.get_parameter("decoder.conv_in.weight")
     codec: Any = model
     with torch.no_grad():
-        pixels: Tensor = codec.decode(latent_BCHW.to(at.device, at.dtype), return_dict=False)[0]
+        pixels: Tensor = codec.decode(
+            latent_BCHW.to(at.device, at.dtype).contiguous(), return_dict=False
+        )[0]
     return pixels.float()
