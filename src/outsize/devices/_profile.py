@@ -20,6 +20,7 @@ from typing import Any
 
 _TIMEOUT_S = 10  # a healthy tool answers in under one; a hung driver must not hang the plan
 _MIB = 2**20
+SYSTEM_RAM_BYTES = 2 << 30  # what the system and a desktop keep of the RAM of a stated machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def stated(
 ) -> MachineProfile:
     """The machine a user speaks of; what is left open is taken from `base`. vram_bytes 0 means: no GPU.
 
-    A stated size is the whole of it: the system's own share is subtracted by the plan.
+    A stated size of RAM is the whole of it: the system's share is subtracted from what is available.
     """
     if vram_bytes is None:
         vram, free, name = base.vram_bytes, base.vram_free_bytes, base.device
@@ -102,13 +103,16 @@ def stated(
         vram, free, name = None, None, f"CPU, {base.num_cores} cores"
     else:
         vram, free, name = vram_bytes, vram_bytes, "GPU"
-    ram = base.ram_bytes if ram_bytes is None else ram_bytes
+    if ram_bytes is None:
+        ram, available = base.ram_bytes, base.ram_available_bytes
+    else:
+        ram, available = ram_bytes, max(0, ram_bytes - SYSTEM_RAM_BYTES)
     return MachineProfile(
         device=gpu or name,
         vram_bytes=vram,
         vram_free_bytes=free,
         ram_bytes=ram,
-        ram_available_bytes=base.ram_available_bytes if ram_bytes is None else ram,
+        ram_available_bytes=available,
         disk_free_bytes=base.disk_free_bytes,
         num_cores=base.num_cores,
         os=base.os,

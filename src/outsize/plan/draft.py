@@ -20,8 +20,6 @@ from outsize.plan.work import Work, work_of
 from outsize.recipes.recipe import PlacementChoice, Recipe
 
 RESIDENT, STREAM = "resident", "stream"  # the two ends between which every placement lies
-# Of a stated machine the system and the desktop keep this much RAM; of this machine what is free was measured.
-SYSTEM_RAM_BYTES = 2 << 30
 # When blocks are kept on the device because there is room, this share of it stays free: estimates may be off by a tenth,
 # but of the part that varies, not of the packed blocks.
 SPARE_SHARE = 0.05
@@ -73,14 +71,9 @@ def draft_plan(recipe: Recipe, machine: MachineProfile, *, num_pictures: int | N
 
 
 def budget_of(machine: MachineProfile) -> Budget:
-    """What may be used: what is free now, or of a stated machine all but the system's share."""
-    kept = (
-        SYSTEM_RAM_BYTES
-        if machine.is_stated and machine.ram_available_bytes == machine.ram_bytes
-        else 0
-    )
-    host = max(0, machine.ram_available_bytes - kept)
-    return Budget(machine.vram_free_bytes if machine.has_gpu else None, host)
+    """What may be used: what is free."""
+    device = machine.vram_free_bytes if machine.has_gpu else None
+    return Budget(device, machine.ram_available_bytes)
 
 
 def _choose(recipe: Recipe, work: Work, budget: Budget) -> tuple[_Outcome, _Outcome | None, str]:

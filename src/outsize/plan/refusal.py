@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outsize.base.units import format_bytes
-from outsize.plan.draft import RESIDENT, draft_plan
+from outsize.plan.draft import draft_plan
 from outsize.plan.estimate import Phase
 from outsize.plan.names import AUTO, components_of
 from outsize.plan.plan import Plan
@@ -48,17 +48,16 @@ class Change:
     edits: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        return ", ".join(_as_yaml(path, value) for path, value in self.edits)
+        nested: dict[str, Any] = {}
+        for path, value in self.edits:
+            _put(nested, path, value)
+        return _as_yaml(nested)[1:-1]
 
     def apply(self, recipe: Recipe) -> Recipe:
         """The recipe with this change, validated anew."""
         values = json.loads(json.dumps(recipe.to_json()))
         for path, value in self.edits:
-            section = values
-            *keys, last = path.split(".")
-            for key in keys:
-                section = section.setdefault(key, {})
-            section[last] = value
+            _put(values, path, value)
         return Recipe.model_validate(values)
 
 
@@ -130,9 +129,8 @@ def _remedy(plan: Plan, recipe: Recipe) -> str:
 def _levers(recipe: Recipe) -> Iterator[list[Change]]:
     """Changes in the order of what they cost, each from the mildest to the strongest."""
     placement, train = recipe.placement, recipe.train
-    if placement.kind == RESIDENT or placement.resident_bytes is not None:
-        free = (("placement.kind", AUTO), ("placement.resident_bytes", None))
-        yield [Change(free)]
+    if placement.resident_bytes is not None:
+        yield [Change((("placement.kind", AUTO), ("placement.resident_bytes", None)))]
     elif placement.kind != AUTO:
         yield [Change((("placement.kind", AUTO),))]
     if placement.slots > 2:
@@ -166,10 +164,16 @@ def _listed(changes: list[Change]) -> str:
     return ", ".join(f"`{change}`" for change in changes)
 
 
-def _as_yaml(path: str, value: Any) -> str:
-    """A dotted path and a value as one would write them on a line of YAML."""
-    section, *keys, last = path.split(".")
-    shown = f"{last}: {json.dumps(value) if not isinstance(value, str) else value}"
-    for key in reversed(keys):
-        shown = f"{key}: {{{shown}}}"
-    return f"{section}: {{{shown}}}"
+def _put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a value by dotted path, making the sections on the way."""
+    *keys, last = path.split(".")
+    for key in keys:
+        values = values.setdefault(key, {})
+    values[last] = value
+
+
+def _as_yaml(value: Any) -> str:
+    """A value in YAML's one-line form."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_as_yaml(one)}" for key, one in value.items()) + "}"
+    return value if isinstance(value, str) else json.dumps(value)
