@@ -279,8 +279,9 @@ def _runs_pip() -> bool:
 def pip(title: str, arguments: Sequence[str]) -> None:
     """Run pip install, all its words in the log, the latest on one line of the terminal."""
     started, tail = time.monotonic(), collections.deque[str](maxlen=15)
+    live = sys.stdout.isatty()
     command = [str(PYTHON), "-m", "pip", "install", "--progress-bar=off", "--no-input", *arguments]
-    print(f"installing {title} ...", end="", flush=True)
+    print(f"installing {title} ...", end="" if live else "\n", flush=True)
     work = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -293,12 +294,13 @@ def pip(title: str, arguments: Sequence[str]) -> None:
         for line in work.stdout or ():
             log.write(line)
             tail.append(line.rstrip())
-            if sys.stdout.isatty():
-                print(f"\r\x1b[Kinstalling {title}: {tail[-1].strip()[:60]}", end="", flush=True)
+            if live:
+                print(f"\r{f'installing {title}: {line.strip()}'[:78]:<78}", end="", flush=True)
     if work.returncode:
         lines = "\n  ".join(tail)
         raise SetupError(f"pip could not install {title}. Its last words:\n  {lines}\nAll: {LOG}")
-    print(f"\rinstalled {title} in {time.monotonic() - started:.0f} s{' ' * 60}".rstrip())
+    done = f"installed {title} in {time.monotonic() - started:.0f} s"
+    print(f"\r{done:<78}" if live else done, flush=True)
 
 
 # --- running -------------------------------------------------------------------------------------
