@@ -90,7 +90,7 @@ train:
   betas: [0.9]
   clip_norm: .nan
   timesteps: {law: shited}
-adapter: {rank: 0, roles: [atention]}
+adapter: {rank: 0, roles: [attentionn]}
 placement: {resident_bytes: 4 gigs}
 compare: 5
 """
@@ -106,7 +106,7 @@ compare: 5
         ("line 11", "train.clip_norm: found nan, must be a finite number"),
         ("line 12", "did you mean 'shifted'?"),
         ("line 13", "adapter.rank: found 0, must be greater than or equal to 1"),
-        ("line 13", "adapter.roles[0]: found 'atention', must be 'attention', 'mlp'"),
+        ("line 13", "adapter.roles[0]: found 'attentionn', must be 'attention', 'mlp'"),
         ("line 14", "placement.resident_bytes: found '4 gigs'"),
         ("line 15", "compare: found 5, must be a mapping with the keys prompts"),
     ]
@@ -327,7 +327,7 @@ def test_names_of_plug_ins_are_checked_all_at_once(
     file = tmp_path / "cat.yaml"
     file.write_text(
         "name: cat\n"
-        "base: {family: flux2, variant: dve, source: a/b, format: {name: nf4, grup: 64},\n"
+        "base: {family: flux2, variant: dve, source: a/b, format: {name: nf4, groupp: 64},\n"
         "  components: {vae: {format: plan}}}\n"
         "data: {sets: [{folder: p}]}\n"
         "train: {optimizer: adam8bit}\n"

@@ -54,6 +54,8 @@ class Comparison:
 
     @property
     def off(self) -> float:
+        if self.measured_bytes == self.planned_bytes:
+            return 0.0
         return self.measured_bytes / max(self.planned_bytes, 1) - 1
 
     @property
@@ -102,9 +104,10 @@ class Plan:
             raise DoesNotFit(self.refusal)
 
     def compare(self, measured: Mapping[str, Mapping[str, int]]) -> tuple[Comparison, ...]:
-        """Estimates beside measurements, {stage: {"device" or "host": bytes}}, in the measurements' order.
+        """Estimates beside measurements, {stage: {"device", "private" or "host": bytes}}, in the measurements' order.
 
-        "device" is the allocator's peak, so the driver's context is left out of the estimate. Stages that the plan does
+        "device" is the allocator's peak, so the driver's context is left out of the estimate; "private" leaves out
+        pinned memory, which the driver owns, and "host" is both. Stages that the plan does
         not estimate (loading, say) are left out.
         """
         rows = []
@@ -143,6 +146,9 @@ def _comparable(phase: Phase, pool: str) -> int:
     """What an estimate says of the memory that is measured."""
     if pool == "host":
         return phase.host_bytes
+    if pool == "private":
+        return phase.total("private")
+    assert pool == "device", pool
     return phase.device_bytes - sum(one.num_bytes for one in phase.items if one.owner == _CONTEXT)
 
 

@@ -18,6 +18,8 @@ from outsize.recipes.recipe import Recipe
 _STATE_BYTES = {"adamw8bit": 2 + 2 * 4 / 256}
 _FP32_STATE_BYTES = 8
 _SMALLEST_8BIT = 4096
+# Pictures smaller than this are sampled and decoded several at a time, as many as make up its pixels.
+_PIXELS_TOGETHER = 512 * 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ def work_of(recipe: Recipe, *, has_gpu: bool, num_pictures: int | None = None) -
     wide, high = recipe.compare.width or side, recipe.compare.height or side
     latent = _latent_shape(conditioners, height=side, width=side)
     sample_latent = _latent_shape(conditioners, height=high, width=wide)
+    together = max(1, _PIXELS_TOGETHER // (wide * high))
     tensors = _adapter_tensors(recipe, family)
     return Work(
         has_gpu=has_gpu,
@@ -93,9 +96,9 @@ def work_of(recipe: Recipe, *, has_gpu: bool, num_pictures: int | None = None) -
         conditioners=conditioners,
         tokens=recipe.train.batch * (family.num_tokens(variant, latent) + text_tokens),
         text_tokens=text_tokens,
-        sample_tokens=family.num_tokens(variant, sample_latent) + text_tokens,
+        sample_tokens=together * (family.num_tokens(variant, sample_latent) + text_tokens),
         pixels=side * side,
-        sample_pixels=wide * high,
+        sample_pixels=together * wide * high,
         latent_elements=math.prod(latent),
         condition_elements=_elements(conditions),
         batch=recipe.train.batch,
