@@ -1,0 +1,248 @@
+"""Training as a whole, on tiny models: exact under placement, kill and resume; heard when asked to stop."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_support import (
+    adapter_of,
+    checkpoint_bytes,
+    command,
+    environment,
+    outsize,
+    site_of,
+    train_here,
+    write_pictures,
+    write_recipe,
+)
+from tiny import write_tiny
+
+from outsize.base.errors import AdapterError, NotFinite, RecipeError
+from outsize.base.journal import read_journal
+
+FAMILY_NAMES = ("flux1", "flux2")
+FORMATS: tuple[Any, ...] = (
+    "nf4",
+    {"name": "nf4", "group": 32, "scales": "fp16"},
+    {"name": "nf4", "scales": "double"},
+    "int4",
+    "plain",
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: write_tiny(family, "tiny", root / family) for family in FAMILY_NAMES}
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_streamed_training_equals_resident_training_bit_for_bit(
+    models: dict[str, Path], family: str, fmt: Any, tmp_path: Path
+) -> None:
+    """20 steps; the placement may change when bytes move, never a number."""
+    found = []
+    for kind in ("resident", "stream"):
+        recipe = write_recipe(
+            tmp_path, family, model=models[family], base={"format": fmt}, name=kind,
+            train={"steps": 20}, placement={"kind": kind, "slots": 2},
+            checkpoints={"every": 100},
+        )  # fmt: skip
+        trained, run = train_here(recipe)
+        assert trained.outcome == "completed"
+        found.append(checkpoint_bytes(run))
+    assert found[0] == found[1]
+
+
+def test_resume_gives_the_same_bytes_as_an_unbroken_run(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Accumulation, caption dropout, batches and 8-bit state included; stopped after every possible step."""
+    settings = {"steps": 5, "accumulate": 2, "batch": 2, "warmup_steps": 3, "optimizer": "adamw8bit"}
+    whole = write_recipe(tmp_path, model=models["flux2"], name="whole", train=settings)
+    _, run = train_here(whole)
+    expected = checkpoint_bytes(run)
+    for k in range(1, 5):
+        part = write_recipe(
+            tmp_path, model=models["flux2"], name=f"part{k}", train=settings | {"steps": k}
+        )
+        train_here(part)
+        rest = write_recipe(tmp_path, model=models["flux2"], name=f"part{k}", train=settings)
+        trained, run = train_here(rest)
+        assert trained.resumed_at == k
+        assert checkpoint_bytes(run) == expected
+
+
+@pytest.mark.parametrize(
+    "num_kills", [1, pytest.param(20, marks=pytest.mark.slow)], ids=["one", "twenty"]
+)
+def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one(
+    models: dict[str, Path], tmp_path: Path, num_kills: int
+) -> None:
+    """kill -9 of the real command, anywhere between its start and its end."""
+    settings = {"steps": 30}
+    every = {"every": 1, "keep": 2}
+    whole = write_recipe(
+        tmp_path, model=models["flux2"], name="whole", train=settings, checkpoints=every
+    )
+    _, run = train_here(whole)
+    expected = checkpoint_bytes(run)
+    dice = random.Random(3)
+    for number in range(num_kills):
+        recipe = write_recipe(
+            tmp_path, model=models["flux2"], name=f"killed{number}", train=settings, checkpoints=every
+        )
+        k = dice.randrange(1, 29)
+        _kill_after_step(recipe, tmp_path / "runs" / f"killed{number}", k)
+        done = outsize("train", recipe, "--device", "cpu")
+        assert done.returncode == 0, done.stderr
+        assert checkpoint_bytes(_run(tmp_path, f"killed{number}")) == expected
+
+
+def _run(folder: Path, name: str) -> Any:
+    from outsize.runs.folder import RunFolder
+
+    return RunFolder(folder / "runs" / name)
+
+
+def _kill_after_step(recipe: Path, run: Path, step: int) -> None:
+    child = subprocess.Popen(
+        command("train", recipe, "--device", "cpu"), env=environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    _wait_for(run / "journal.jsonl", step, child)
+    child.kill()
+    child.wait()
+
+
+def _wait_for(journal: Path, step: int, child: subprocess.Popen[Any]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and child.poll() is None:
+        steps = [one["step"] for one in read_journal(journal) if one["event"] == "step"]
+        if steps and steps[-1] >= step:
+            return
+        time.sleep(0.005)
+    assert child.poll() is not None, f"no step {step} within two minutes"
+
+
+@pytest.mark.parametrize("how", ["signal", "file"])
+def test_a_request_to_stop_saves_and_the_next_start_goes_on(
+    models: dict[str, Path], tmp_path: Path, how: str
+) -> None:
+    recipe = write_recipe(
+        tmp_path, model=models["flux2"], train={"steps": 100_000}, checkpoints={"every": 100_000}
+    )
+    run = _run(tmp_path, "run")
+    child = subprocess.Popen(
+        command("train", recipe, "--device", "cpu"), env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    _wait_for(run.journal, 2, child)
+    if how == "signal":
+        child.send_signal(signal.SIGTERM)
+    else:
+        run.stop_now.touch()
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 3, err
+    assert "stopped after step" in out
+    assert run.state == "stopped"
+    steps = [one["step"] for one in read_journal(run.journal) if one["event"] == "step"]
+    assert int(max(run.checkpoints.iterdir()).name) == steps[-1]
+    shorter = write_recipe(tmp_path, model=models["flux2"], train={"steps": steps[-1] + 1})
+    trained, _ = train_here(shorter)
+    assert (trained.resumed_at, trained.step) == (steps[-1], steps[-1] + 1)
+
+
+def test_save_now_writes_a_checkpoint_and_goes_on(models: dict[str, Path], tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, model=models["flux2"], checkpoints={"every": 100})
+    run = _run(tmp_path, "run")
+    run.path.mkdir(parents=True)
+    run.save_now.touch()
+    trained, _ = train_here(recipe)
+    assert trained.outcome == "completed"
+    assert {int(one.name) for one in run.checkpoints.iterdir()} == {1, 6}
+
+
+def test_a_run_is_not_resumed_with_other_numbers(models: dict[str, Path], tmp_path: Path) -> None:
+    train_here(write_recipe(tmp_path, model=models["flux2"]))
+    changed = write_recipe(tmp_path, model=models["flux2"], train={"learning_rate": 0.5})
+    with pytest.raises(RecipeError, match="the recipe changed since"):
+        train_here(changed)
+    (tmp_path / "pictures" / "00.txt").write_text("something else", encoding="utf-8")
+    with pytest.raises(RecipeError, match="the pictures or captions changed since"):
+        train_here(write_recipe(tmp_path, model=models["flux2"]))
+
+
+def test_placement_may_change_between_stop_and_resume(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path, model=models["flux2"], train={"steps": 3})
+    train_here(recipe)
+    recipe = write_recipe(
+        tmp_path, model=models["flux2"], train={"steps": 6}, placement={"kind": "stream"}
+    )
+    trained, run = train_here(recipe)
+    assert trained.resumed_at == 3
+    whole = write_recipe(tmp_path, model=models["flux2"], name="whole")
+    _, unbroken = train_here(whole)
+    assert checkpoint_bytes(run) == checkpoint_bytes(unbroken)
+
+
+def test_a_gradient_that_is_no_number_stops_before_the_update(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = write_recipe(
+        tmp_path, model=models["flux2"], train={"learning_rate": 1e30, "clip_norm": None}
+    )
+    with pytest.raises(NotFinite, match=r"not updated"):
+        train_here(recipe)
+    run = _run(tmp_path, "run")
+    assert run.state == "failed"
+    for path in run.checkpoints.glob("*"):
+        values = adapter_of(run, int(path.name))
+        assert all(torch.isfinite(one).all() for one in values.values())
+
+
+def test_roles_that_match_nothing_are_an_error_and_the_count_is_printed(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path, model=models["flux2"], adapter={"roles": ["head"]})
+    with pytest.raises(AdapterError, match="no linear has one of the roles head"):
+        train_here(recipe)
+
+
+def test_the_second_start_opens_neither_text_encoder_nor_codec(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path, model=models["flux2"])
+    train_here(recipe)
+    again = write_recipe(tmp_path, model=models["flux2"], name="again")
+    with site_of(again) as (site, run):
+        from outsize.app.train import train
+
+        train(site, run, lambda _report: None)
+        loaded = [one.name for one in site.stages.finished if one.name.startswith("load")]
+    assert loaded == ["load base"]
+
+
+def test_regularisation_pictures_are_drawn_by_their_share(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    write_pictures(tmp_path / "others", 4)
+    sets = [
+        {"folder": "pictures"},
+        {"folder": "others", "is_regularisation": True, "share": 0.25, "loss_weight": 0.5},
+    ]
+    recipe = write_recipe(
+        tmp_path, model=models["flux2"], data={"sets": sets, "resolution": 32}, train={"steps": 2}
+    )
+    trained, _ = train_here(recipe)
+    assert trained.step == 2
