@@ -1,4 +1,4 @@
-"""Which files of a folder, or of a repository's listing, are the weights: a choice among names, nothing opened.
+"""Which files of a folder, or of a repository's listing, are the weights: a choice among names, no weights opened.
 
 The order of preference is the libraries' own: one file of the usual name, an index, shards that count themselves, the
 only safetensors file there is. Files of a variant ("model.fp16.safetensors") are never taken unless named, for they
@@ -8,10 +8,11 @@ hold other numbers. Pickled checkpoints are refused.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from outsize.base.errors import SourceError
 
@@ -32,6 +33,15 @@ class Choice:
 
     files: tuple[str, ...]
     index: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A repository of the hub, a revision of it, and one file of it when only that is meant."""
+
+    repo: str
+    revision: str
+    file: str | None = None
 
 
 def choose(names: Sequence[str], where: str) -> Choice:
@@ -86,6 +96,33 @@ def files_of_index(content: bytes, where: str) -> tuple[str, ...]:
             f"{where} names {bad!r:.300}; every path must be a safetensors file inside its folder"
         )
     return tuple(shards)
+
+
+def weights_in_folder(folder: Path) -> tuple[Path, ...]:
+    """The weights of one folder.
+
+    Raises: SourceError as `choose` does, or when files that an index names are missing.
+    """
+    # A link that leads nowhere counts as missing, not as a file.
+    names = [entry.name for entry in os.scandir(folder) if entry.is_file()]
+    choice = choose(names, str(folder))
+    if choice.index is not None:
+        return weights_of_index(folder / choice.index)
+    return tuple(folder / name for name in choice.files)
+
+
+def weights_of_index(index: Path) -> tuple[Path, ...]:
+    """The shards of an index file.
+
+    Raises: SourceError when it is no index, points outside its folder, or names files that are missing.
+    """
+    files = tuple(index.parent / name for name in files_of_index(index.read_bytes(), str(index)))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise SourceError(
+            f"{index} names {len(files)} files, {len(missing)} are missing: {', '.join(missing)}"
+        )
+    return files
 
 
 def refuse_pickle(name: str) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from outsize.base.errors import SourceError
-from outsize.weights.choice import choose, files_of_index
-from outsize.weights.locate import HubId, weights_in_folder
+from outsize.weights.choice import HubId, choose, files_of_index, weights_in_folder
 
 _Result = TypeVar("_Result")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

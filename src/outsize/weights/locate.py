@@ -7,13 +7,19 @@ the network: what is missing is named, with the command that gets it.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from outsize.base.errors import SourceError
-from outsize.weights.choice import INDEX_END, choose, files_of_index, refuse_pickle
+from outsize.weights.choice import (
+    INDEX_END,
+    HubId,
+    refuse_pickle,
+    weights_in_folder,
+    weights_of_index,
+)
+from outsize.weights.hub import hub_folder, hub_weights
 
 _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w.-]+))?(?:/(?P<file>.+\.safetensors))?"
@@ -28,15 +34,6 @@ class Located:
 
     files: tuple[Path, ...]
     origin: str
-
-
-@dataclass(frozen=True, slots=True)
-class HubId:
-    """A repository of the hub, a revision of it, and one file of it when only that is meant."""
-
-    repo: str
-    revision: str
-    file: str | None = None
 
 
 def parse_hub_id(source: str) -> HubId | None:
@@ -64,8 +61,6 @@ def locate_weights(
         raise SourceError(
             f"{source} does not exist; name a folder, a safetensors file, or a hub id as owner/name"
         )
-    from outsize.weights.hub import hub_weights
-
     files, commit = hub_weights(hub_id, sub_folder, offline=offline, cache_dir=cache_dir)
     return Located(files, f"hub {hub_id.repo}@{commit}")
 
@@ -90,8 +85,6 @@ def locate_folder(
     hub_id = parse_hub_id(source)
     if hub_id is None:
         raise SourceError(f"{source} does not exist; name a folder, or a hub id as owner/name")
-    from outsize.weights.hub import hub_folder
-
     patterns = tuple(f"{sub_folder}/{pattern}" for pattern in _FOLDER_FILES)
     return hub_folder(hub_id, sub_folder, patterns, offline=offline, cache_dir=cache_dir)
 
@@ -114,30 +107,3 @@ def _from_file(path: Path) -> tuple[Path, ...]:
     if path.suffix != ".safetensors":
         raise SourceError(f"{path} is no safetensors file")
     return (path,)
-
-
-def weights_in_folder(folder: Path) -> tuple[Path, ...]:
-    """The weights of one folder.
-
-    Raises: SourceError as `choose` does, or when files that an index names are missing.
-    """
-    # A link that leads nowhere counts as missing, not as a file.
-    names = [entry.name for entry in os.scandir(folder) if entry.is_file()]
-    choice = choose(names, str(folder))
-    if choice.index is not None:
-        return weights_of_index(folder / choice.index)
-    return tuple(folder / name for name in choice.files)
-
-
-def weights_of_index(index: Path) -> tuple[Path, ...]:
-    """The shards of an index file.
-
-    Raises: SourceError when it is no index, points outside its folder, or names files that are missing.
-    """
-    files = tuple(index.parent / name for name in files_of_index(index.read_bytes(), str(index)))
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise SourceError(
-            f"{index} names {len(files)} files, {len(missing)} are missing: {', '.join(missing)}"
-        )
-    return files

@@ -7,17 +7,17 @@ nearest one and lists everything that is wrong with it, numbered names drawn tog
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from outsize.base.errors import SourceError
 from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable, TensorSpec
 from outsize.weights.dtypes import torch_dtype
 from outsize.weights.header import TensorInfo
-from outsize.weights.source import Source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +26,18 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 _BARE_FLOAT8 = {"F8_E4M3", "F8_E5M2"}  # a plain cast, if nothing beside it scales it
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "scale_weight")
 _MAX_EXTRA = 12  # what the files hold besides is a hint, not a fault, and stays short
+
+
+class RowReader(Protocol):
+    """What this module needs of a source."""
+
+    @property
+    def files(self) -> tuple[Path, ...]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read_rows(self, name: str, start: int, stop: int, into: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,7 @@ class MappedSource:
     extra: names in the files that the table does not use (layers beyond those read, output heads, vision towers).
     """
 
-    source: Source
+    source: RowReader
     table: ShapeTable
     layout: str
     prefix: str
@@ -112,7 +124,7 @@ class _Attempt:
         return len(self.missing) + len(self.wrong)
 
 
-def map_source(source: Source, layouts: Sequence[Layout], table: ShapeTable) -> MappedSource:
+def map_source(source: RowReader, layouts: Sequence[Layout], table: ShapeTable) -> MappedSource:
     """Find the first layout under which the source holds every tensor of the table.
 
     Raises: SourceError listing all missing, misshapen and unusable tensors of the nearest layout.
@@ -130,7 +142,9 @@ def map_source(source: Source, layouts: Sequence[Layout], table: ShapeTable) -> 
     return MappedSource(source, table, best.layout.name, best.prefix, windows, extra)
 
 
-def _attempts(source: Source, layouts: Sequence[Layout], table: ShapeTable) -> Iterator[_Attempt]:
+def _attempts(
+    source: RowReader, layouts: Sequence[Layout], table: ShapeTable
+) -> Iterator[_Attempt]:
     for layout in layouts:
         try:
             for spec in table:
@@ -141,7 +155,7 @@ def _attempts(source: Source, layouts: Sequence[Layout], table: ShapeTable) -> I
             yield _try(source, layout, prefix, table)
 
 
-def _try(source: Source, layout: Layout, prefix: str, table: ShapeTable) -> _Attempt:
+def _try(source: RowReader, layout: Layout, prefix: str, table: ShapeTable) -> _Attempt:
     missing: dict[str, None] = {}
     wrong: dict[tuple[str, str], None] = {}
     for spec in table:
@@ -167,7 +181,7 @@ def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def _dtype_fault(source: Source, name: str, spec: TensorSpec) -> str | None:
+def _dtype_fault(source: RowReader, name: str, spec: TensorSpec) -> str | None:
     dtype = source.tensors[name].dtype
     if dtype in _FLOATS or spec.role == "buffer":
         return None
@@ -180,7 +194,7 @@ def _dtype_fault(source: Source, name: str, spec: TensorSpec) -> str | None:
     return None
 
 
-def _windows(source: Source, attempt: _Attempt, spec: TensorSpec) -> tuple[Window, ...]:
+def _windows(source: RowReader, attempt: _Attempt, spec: TensorSpec) -> tuple[Window, ...]:
     windows = []
     for slab in attempt.layout.slabs(spec.name):
         name = attempt.prefix + slab.tensor
@@ -189,7 +203,7 @@ def _windows(source: Source, attempt: _Attempt, spec: TensorSpec) -> tuple[Windo
     return tuple(windows)
 
 
-def _message(source: Source, attempt: _Attempt, table: ShapeTable) -> str:
+def _message(source: RowReader, attempt: _Attempt, table: ShapeTable) -> str:
     rules = [attempt.layout.rule_of(spec.name)[1] for spec in table]
     needed = {attempt.prefix + name for name in rules}
     extra = [name for name in source.tensors if name not in needed]

@@ -21,11 +21,10 @@ from outsize.base.table import ShapeTable
 from outsize.weights.dtypes import torch_dtype
 from outsize.weights.header import TensorInfo, read_header
 from outsize.weights.identity import DigestLedger, Progress, content_digests
+from outsize.weights.mapping import MappedSource, map_source
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from outsize.weights.mapping import MappedSource
 
 
 class Source:
@@ -36,7 +35,7 @@ class Source:
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.headers = tuple(read_header(file) for file in files)
-        self.files = tuple(header.file for header in self.headers)
+        self.files: tuple[Path, ...] = tuple(header.file for header in self.headers)
         self.tensors: dict[str, TensorInfo] = {}
         twice = []
         for header in self.headers:
@@ -76,8 +75,6 @@ class Source:
 
         Raises: SourceError listing every missing, misshapen and unusable tensor of the nearest layout.
         """
-        from outsize.weights.mapping import map_source
-
         return map_source(self, layouts, table)
 
     def read_rows(self, name: str, start: int, stop: int, into: Tensor) -> Tensor:
