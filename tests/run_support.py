@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from tiny import write_tiny
 
+from outsize.app.planning import plan_here
 from outsize.app.site import Site
 from outsize.app.train import Trained, train
 from outsize.base.journal import Journal
@@ -27,7 +28,9 @@ from outsize.runs.folder import RunFolder
 _COLOURS = ("red", "green", "blue", "black", "white", "orange")
 
 
-def write_pictures(folder: Path, num_pictures: int = 5, *, size: tuple[int, int] = (48, 48)) -> Path:
+def write_pictures(
+    folder: Path, num_pictures: int = 5, *, size: tuple[int, int] = (48, 48)
+) -> Path:
     """Pictures of one colour each, with a caption beside each."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(num_pictures):
@@ -70,10 +73,11 @@ def site_of(recipe: Path, device: str = "cpu") -> Iterator[tuple[Site, RunFolder
     """A site in this process, silent."""
     loaded = load_recipe(recipe)
     run = RunFolder(loaded.run_folder())
+    plan = plan_here(loaded, device_kind=device)
     with run.locked():
         journal = Journal(run.journal)
         try:
-            yield Site(loaded, open_device(device), journal), run
+            yield Site(loaded, plan, open_device(device), journal), run
         finally:
             journal.close()
 
@@ -86,7 +90,9 @@ def train_here(recipe: Path, device: str = "cpu") -> tuple[Trained, RunFolder]:
 
 def adapter_of(run: RunFolder, step: int | None = None) -> dict[str, torch.Tensor]:
     """The adapter of the newest checkpoint, or of one step."""
-    folder = all_checkpoints(run.checkpoints)[0] if step is None else run.checkpoints / f"{step:08d}"
+    folder = (
+        all_checkpoints(run.checkpoints)[0] if step is None else run.checkpoints / f"{step:08d}"
+    )
     return load_file(folder / "adapter.safetensors")
 
 
@@ -99,7 +105,12 @@ def checkpoint_bytes(run: RunFolder) -> dict[str, bytes]:
 def outsize(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """The real command in a child process."""
     return subprocess.run(
-        command(*arguments), capture_output=True, text=True, check=False, env=environment(), **options
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+        **options,
     )
 
 

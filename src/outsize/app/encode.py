@@ -161,7 +161,7 @@ def _open_text(
 ) -> Iterator[Callable[[list[str]], Mapping[str, Tensor]]]:
     part = encoder.part
     family = cast("TextEncoder", part.family)
-    with site.opened(part.slot, placement=site.placement_of(part.slot)) as model:
+    with site.opened(part.slot) as model:
 
         @torch.no_grad()
         def encode(texts: list[str]) -> Mapping[str, Tensor]:

@@ -74,7 +74,7 @@ def render_pairs(
 ) -> list[Pair]:
     """Each shot by the base alone and by the base with the run's adapter."""
     conditions = _conditions(site, [shot.prompt for shot in shots], settings)
-    with adapted(site, placement=site.placement_of(BASE)) as (model, adapter):
+    with adapted(site) as (model, adapter):
         load_adapter_(run, adapter)
         with site.stages.stage("sample base"), adapter.disabled():
             before = _latents(site, model, shots, conditions, settings)

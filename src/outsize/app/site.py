@@ -12,14 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outsize.app.parts import BASE, Part, parts_of
+from outsize.app.parts import Part, parts_of
 from outsize.app.prepare import prepare_component, store_folder, store_key
 from outsize.app.stages import Stages
 from outsize.base.journal import Journal
 from outsize.base.progress import Progress, Silent
 from outsize.data.cache import ContentCache
 from outsize.layers.model import FrozenModel, load_from_store_
-from outsize.placement._spread import choose_resident
 from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings
 from outsize.weights.budget import trim_heap
 from outsize.weights.locate import locate_weights
@@ -27,9 +26,11 @@ from outsize.weights.source import Source
 
 if TYPE_CHECKING:
     from outsize.devices.protocol import Device
+    from outsize.plan.plan import Plan
     from outsize.recipes.recipe import Recipe
     from outsize.weights.store import Store
 
+_WITHOUT_BLOCKS = "resident"
 DEFAULT_RAM_BYTES = 2 << 30  # what preparing may take of the host's memory unless --ram says
 
 
@@ -41,6 +42,7 @@ class Site:
     """
 
     recipe: Recipe
+    plan: Plan
     device: Device
     journal: Journal
     progress: Progress = field(default_factory=Silent)
@@ -117,19 +119,12 @@ class Site:
         source = part.source if part.revision is None else f"{part.source}@{part.revision}"
         return Source(locate_weights(source, sub_folder=part.folder, offline=self.offline).files)
 
-    def placement_of(self, slot: str) -> str:
-        """The placement a part is opened with: the recipe's for the base, or what suits the device."""
-        kind = self.recipe.placement.kind
-        if slot == BASE and kind != "auto":
-            return kind
-        return "stream" if self.device.copies_asynchronously and slot != BASE else "resident"
-
     @contextmanager
-    def opened(self, slot: str, *, placement: str = "resident") -> Iterator[FrozenModel]:
-        """A part's model, loaded for the time of the block and freed after it."""
+    def opened(self, slot: str) -> Iterator[FrozenModel]:
+        """A part's model, held as planned, loaded for the time of the block and freed after it."""
         part, store = self.parts[slot], self.store(slot)
         with self.stages.stage(f"load {slot}"):
-            model = self._load(part, store, placement)
+            model = self._load(part, store)
         try:
             yield model
         finally:
@@ -138,13 +133,9 @@ class Site:
             trim_heap()
             self.device.release_cached()
 
-    def _load(self, part: Part, store: Store, placement: str) -> FrozenModel:
+    def _load(self, part: Part, store: Store) -> FrozenModel:
         table, device = part.family.table(part.variant), self.device
         packets = [store.packet(block) for block in range(table.num_blocks)]
-        sizes = [packet.streamed_bytes for packet in packets]
-        settings = self.recipe.placement
-        budget = settings.resident_bytes or 0
-        make: Callable[[PlacementSettings], Placement] = PLACEMENTS.load(placement)
         module = part.family.build(part.variant)
         model = FrozenModel(
             module,
@@ -152,15 +143,22 @@ class Site:
             block_paths=part.family.block_paths(part.variant),
             packing=part.packing.formats,
             packets=packets,
-            placement=make(
-                PlacementSettings(device, sizes, choose_resident(sizes, budget), settings.slots)
-            ),
+            placement=self._placement(part.slot, [packet.streamed_bytes for packet in packets]),
             device=device.torch_device,
             compute=device.compute_dtype,
         )
         load_from_store_(model, store)
         part.family.materialise_buffers(module, device.torch_device)
         return model
+
+    def _placement(self, slot: str, sizes: list[int]) -> Placement:
+        """The placement that the plan chose; a model without blocks has nothing to place."""
+        holding = self.plan.holding_of(slot)
+        kind = _WITHOUT_BLOCKS if holding is None else holding.kind
+        make: Callable[[PlacementSettings], Placement] = PLACEMENTS.load(kind)
+        if holding is None:
+            return make(PlacementSettings(self.device, sizes))
+        return make(PlacementSettings(self.device, sizes, holding.resident, holding.slots))
 
     def _count(self, task: str) -> Callable[[int, int], None]:
         return lambda done, total: self.progress.advance(task, done, total, "B")

@@ -7,7 +7,7 @@ is shown.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +27,15 @@ class Stage:
     seconds: float
     device_bytes: int
     host_bytes: int
+
+
+def measured(stages: Sequence[Stage], device: Device) -> dict[str, dict[str, int]]:
+    """Peaks by stage name and pool, as a plan compares them: the device's tensors on a GPU, else the process."""
+    has_own_memory = device.copies_asynchronously
+    pool = "device" if has_own_memory else "private"
+    return {
+        one.name: {pool: one.device_bytes if has_own_memory else one.host_bytes} for one in stages
+    }
 
 
 class Stages:

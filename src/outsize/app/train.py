@@ -64,7 +64,7 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
             "manifest": corpus.manifest.digest(),
             "base": site.key(BASE),
         }
-        with adapted(site, placement=site.placement_of(BASE)) as (model, adapter):
+        with adapted(site) as (model, adapter):
             update = Update(
                 adapter.parameters(), recipe.train.optimizer, _optimizer_settings(recipe.train)
             )
@@ -96,11 +96,11 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
 
 
 @contextmanager
-def adapted(site: Site, *, placement: str) -> Iterator[tuple[FrozenModel, Adapter]]:
+def adapted(site: Site) -> Iterator[tuple[FrozenModel, Adapter]]:
     """The base with a fresh adapter of the recipe's shape, for the time of the block."""
     recipe, part = site.recipe, site.parts[BASE]
     choice = recipe.adapter
-    with site.opened(BASE, placement=placement) as model:
+    with site.opened(BASE) as model:
         adapter = Adapter(
             model.module,
             part.family.table(part.variant),

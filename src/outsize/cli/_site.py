@@ -59,12 +59,24 @@ def recipe_and_run(path: Path) -> tuple[Recipe, RunFolder]:
 
 @contextmanager
 def open_site(
-    recipe: Recipe, run: RunFolder, *, ram: str, device: str | None, offline: bool
+    recipe: Recipe,
+    run: RunFolder,
+    *,
+    ram: str,
+    device: str | None,
+    offline: bool,
+    must_fit: bool = True,
 ) -> Iterator[Site]:
     """A site whose progress goes to the terminal and whose journal is the run's.
 
-    Raises: MachineFault when another process works in the run folder.
+    The plan is made and judged before torch is imported. must_fit: refuse a recipe that does not fit the machine.
+    Raises: DoesNotFit; MachineFault when another process works in the run folder.
     """
+    from outsize.app.planning import plan_here, plan_on
+
+    plan = plan_here(recipe, device_kind=device)
+    if must_fit:
+        plan.require_fit()
     # before torch is imported: two threads that spin stall each other on a busy machine
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -76,15 +88,19 @@ def open_site(
     from outsize.devices.protocol import open_device
 
     opened = open_device(device)
+    plan = plan_on(recipe, opened, plan)
+    if must_fit:
+        plan.require_fit()
     with run.locked(), open_progress() as progress:
         write_json_atomically(run.recipe, recipe.to_json())
+        write_json_atomically(run.plan, plan.to_json())
         journal = Journal(run.journal)
         journal.write(
             "device", kind=opened.kind, name=opened.name, compute=str(opened.compute_dtype)
         )
         try:
             yield Site(
-                recipe, opened, journal, progress, ram_bytes=parse_bytes(ram), offline=offline
+                recipe, plan, opened, journal, progress, ram_bytes=parse_bytes(ram), offline=offline
             )
         finally:
             journal.close()

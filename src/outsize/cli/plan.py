@@ -34,6 +34,7 @@ def plan(
     ] = False,
 ) -> int:
     """Say what a recipe costs, by phase and owner, without opening anything; exit code 4 when it does not fit."""
+    from outsize.app.planning import count_pictures
     from outsize.plan.planner import make_plan
     from outsize.recipes.load import load_recipe
 
@@ -62,15 +63,6 @@ def print_plan(made: Plan) -> None:
     print()
     for sentence in sentences(made):
         print(sentence)
-
-
-def count_pictures(recipe: Recipe) -> int | None:
-    """Picture files in the recipe's folders, counted by name; None when none of the folders is there."""
-    folders = [one.folder for one in recipe.data.sets if one.folder.is_dir()]
-    if not folders:
-        return None
-    endings = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
-    return sum(path.suffix.lower() in endings for folder in folders for path in folder.rglob("*"))
 
 
 def _machine(recipe: Recipe, vram: str | None, ram: str | None, gpu: str | None) -> MachineProfile:

@@ -36,7 +36,7 @@ def prepare(
     from outsize.base.units import format_bytes
 
     chosen, run = recipe_and_run(recipe)
-    with open_site(chosen, run, ram=ram, device=device, offline=offline) as site:
+    with open_site(chosen, run, ram=ram, device=device, offline=offline, must_fit=False) as site:
         for slot in site.parts:
             store = site.store(slot)
             if verify:

@@ -40,10 +40,49 @@ def train(
         from outsize.app.train import train as train_site
         from outsize.cli._tables import print_stages
 
+        say_plan(site)
         trained = train_site(site, run, lambda report: show_step(site, report))
         print_stages(site.stages.finished)
+        print_comparison(site)
         print(f"{trained.outcome} after step {trained.step} of {chosen.train.steps}: {run.path}")
     return EXIT_COMPLETED if trained.outcome == "completed" else EXIT_STOPPED
+
+
+def say_plan(site: Site) -> None:
+    """Where the base will be held, and why."""
+    from outsize.base.units import format_bytes
+
+    chosen = site.plan.chosen
+    memory = chosen.device_bytes or chosen.host_bytes
+    site.progress.say(f"plan: {chosen.holding.kind}, {format_bytes(memory)} at most; {chosen.why}")
+
+
+def print_comparison(site: Site) -> None:
+    """The plan beside what was measured, stage by stage."""
+    from outsize.app.stages import measured
+    from outsize.base.units import format_bytes
+    from outsize.cli._tables import print_table
+
+    rows = site.plan.compare(measured(site.stages.finished, site.device))
+    for row in rows:
+        site.journal.write(
+            "plan_compared", stage=row.stage, pool=row.pool, planned=row.planned_bytes,
+            measured=row.measured_bytes,
+        )  # fmt: skip
+    print_table(
+        "Plan against measured",
+        ("stage", "memory", "planned", "measured", "off"),
+        [
+            (
+                row.stage,
+                row.pool,
+                format_bytes(row.planned_bytes),
+                format_bytes(row.measured_bytes),
+                f"{row.off:+.0%}",
+            )
+            for row in rows
+        ],
+    )
 
 
 def show_step(site: Site, report: StepReport) -> None:

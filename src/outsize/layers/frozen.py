@@ -1,6 +1,6 @@
 """A linear whose frozen weight is packed bytes: decoded for a product, never kept.
 
-`FrozenLinear` is an nn.Linear to everybody else (PEFT wraps it like any other), but it owns no weight. While its block
+`FrozenLinear` is an nn.Linear to everybody else (PEFT wraps it like any other), but it owns no weight's values. While its block
 runs it is bound to views of the block's packet; each product decodes the matrix, uses it and drops it. Backward decodes
 again from the same views, so autograd keeps packed bytes, not decoded ones.
 
@@ -52,8 +52,17 @@ class FrozenLinear(nn.Linear):
     Shapes: x (..., in_features) -> (..., out_features). The bias, if any, is an ordinary frozen parameter.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, has_bias: bool, fmt: Format) -> None:
-        super().__init__(in_features, out_features, bias=has_bias, device="meta")
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        has_bias: bool,
+        fmt: Format,
+        compute: torch.dtype,
+    ) -> None:
+        # The weight exists on meta alone, in the compute type: PEFT and T5 ask for its device and type.
+        super().__init__(in_features, out_features, bias=has_bias, device="meta", dtype=compute)
         self.requires_grad_(False)
         self.format = fmt
         self.part_names = tuple(part.name for part in fmt.parts((out_features, in_features)))

@@ -36,7 +36,9 @@ class PacketHolder(Protocol):
     def close(self) -> None: ...
 
 
-def freeze_linears_(module: nn.Module, table: ShapeTable, packing: Mapping[str, Format]) -> None:
+def freeze_linears_(
+    module: nn.Module, table: ShapeTable, packing: Mapping[str, Format], compute: torch.dtype
+) -> None:
     """Replace, in place, every linear inside a block by a FrozenLinear of its format."""
     for spec in table.linears():
         parent_path, _, leaf = spec.module.rpartition(".")
@@ -46,9 +48,12 @@ def freeze_linears_(module: nn.Module, table: ShapeTable, packing: Mapping[str, 
             f"{spec.module} is a {type(old).__name__}, the table says linear"
         )
         new = FrozenLinear(
-            old.in_features, old.out_features, has_bias=old.bias is not None, fmt=packing[spec.name]
-        )
-        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            old.in_features,
+            old.out_features,
+            has_bias=old.bias is not None,
+            fmt=packing[spec.name],
+            compute=compute,
+        ):
             parent[int(leaf)] = new
         else:
             setattr(parent, leaf, new)
@@ -75,7 +80,7 @@ class FrozenModel:
         self.module, self.placement, self.packets = module, placement, packets
         self._table, self._device, self._compute = table, device, compute
         self._views: dict[tuple[int, int], list[tuple[FrozenLinear, dict[str, Tensor]]]] = {}
-        freeze_linears_(module, table, packing)
+        freeze_linears_(module, table, packing, compute)
         for block, path in enumerate(block_paths):
             wrap_block(module.get_submodule(path), block, self)
 

@@ -1,0 +1,55 @@
+"""The plan of a run on the machine at hand, made before torch is imported or a device touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from outsize.data.manifest import PICTURE_EXTENSIONS
+from outsize.devices._profile import MachineProfile, read_machine, stated
+from outsize.plan.plan import Plan
+from outsize.plan.planner import make_plan
+from outsize.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from outsize.devices.protocol import Device
+
+CPU = "cpu"
+
+
+def plan_here(recipe: Recipe, *, device_kind: str | None = None) -> Plan:
+    """The recipe's plan on this machine; device_kind "cpu" plans as if there were no GPU.
+
+    Raises: RecipeError for names that do not exist.
+    """
+    machine = read_machine(recipe.cache_folder())
+    if device_kind == CPU:
+        cpu = stated(vram_bytes=0, ram_bytes=None, gpu=None, base=machine)
+        machine = replace(cpu, is_stated=False)
+    return make_plan(recipe, machine, num_pictures=count_pictures(recipe))
+
+
+def plan_on(recipe: Recipe, device: Device, plan: Plan) -> Plan:
+    """The plan as it must be once torch has spoken: the same, unless torch finds a card that no tool told of, or none."""
+    is_gpu = device.kind != CPU
+    if is_gpu == plan.machine.has_gpu:
+        return plan
+    machine: MachineProfile = replace(
+        plan.machine,
+        device=device.name,
+        vram_bytes=device.free_bytes() if is_gpu else None,
+        vram_free_bytes=device.free_bytes() if is_gpu else None,
+    )
+    return make_plan(recipe, machine, num_pictures=count_pictures(recipe))
+
+
+def count_pictures(recipe: Recipe) -> int | None:
+    """Picture files in the recipe's folders, counted by name; None when none of the folders is there."""
+    folders = [one.folder for one in recipe.data.sets if one.folder.is_dir()]
+    if not folders:
+        return None
+    return sum(
+        path.suffix.lower() in PICTURE_EXTENSIONS
+        for folder in folders
+        for path in folder.rglob("*")
+    )
