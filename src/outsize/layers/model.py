@@ -53,7 +53,8 @@ def freeze_linears_(
             has_bias=old.bias is not None,
             fmt=packing[spec.name],
             compute=compute,
-        ):
+        )
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
             parent[int(leaf)] = new
         else:
             setattr(parent, leaf, new)
