@@ -703,7 +703,7 @@ def test_only_needed_files_are_fetched_from_the_hub_and_its_refusals_are_explain
     ]
     assert "has no folder 'text_encoder'" in answers[5]
     assert "accept its licence at https://huggingface.co/gated/x" in answers[6]
-    assert "no repository none/x" in answers[7]
+    assert "none/x is no folder here, and the hub has no such repository" in answers[7]
     assert sorted(asked) == [
         "config.json",
         "flux2-dev.safetensors",

@@ -91,7 +91,8 @@ def asking(hub_id: HubId, action: Callable[[], _Result]) -> _Result:
         raise SourceError(f"{hub_id.repo} has no revision {hub_id.revision!r}") from error
     except errors.RepositoryNotFoundError as error:
         raise SourceError(
-            f"the hub has no repository {hub_id.repo}, or your account may not see it: check the name, "
+            f"{hub_id.repo} is no folder here, and the hub has no such repository, or your account may "
+            f"not see it: check the name, "
             f"or accept its licence at {page} and run `hf auth login`"
         ) from error
     except _transport_errors() as error:
@@ -204,6 +205,7 @@ def _is_offline(*, offline: bool) -> bool:
 def _offline_message(hub_id: HubId, wanted: str, fault: str) -> str:
     revision = "" if hub_id.revision == "main" else f" --revision {hub_id.revision}"
     return (
-        f"{hub_id.repo} ({wanted}) is not complete on this machine and Outsize is offline: {fault}. "
+        f"{hub_id.repo} is no folder here; as a hub repository it is not complete on this machine "
+        f"({wanted}), and Outsize is offline: {fault}. "
         f'Get it where there is a network: hf download {hub_id.repo}{revision} --include "{wanted}"'
     )
