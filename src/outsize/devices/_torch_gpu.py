@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
+import torch.utils.deterministic
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +36,15 @@ class TorchGpu:
 
     def release_cached(self) -> None:
         torch.cuda.empty_cache()
+
+
+def compute_exactly() -> None:
+    """Ask torch for kernels that give the same bits each time: resume and placement promise equal bytes.
+
+    Without it the backward of flash attention adds in whatever order its blocks finish. An operation that has no exact
+    kernel is then an error, not a silent difference. Must come before the first work on a card.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for with cuBLAS
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would write every buffer twice
+    torch.backends.cudnn.benchmark = False  # picks kernels by a stopwatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outsize.devices._torch_gpu import TorchGpu
+from outsize.devices._torch_gpu import TorchGpu, compute_exactly
 
 
 class CudaKind:
@@ -16,6 +16,7 @@ class CudaKind:
         return torch.version.hip is None and torch.cuda.is_available()
 
     def open(self, index: int = 0) -> TorchGpu:
+        compute_exactly()
         return TorchGpu("cuda", torch.device("cuda", index))
 
 
