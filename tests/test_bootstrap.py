@@ -5,6 +5,8 @@ Nothing here installs, starts a process of another program or needs a network.
 
 import ast
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -278,6 +280,24 @@ def test_the_childs_exit_code_is_handed_back(bootstrap: ModuleType, code: int) -
 def test_a_child_killed_by_a_signal_is_reported_as_a_shell_does(bootstrap: ModuleType) -> None:
     program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert bootstrap.run([sys.executable, "-c", program]) == 128 + 9
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal to a process group")
+def test_ctrl_c_leaves_the_child_the_time_to_save() -> None:
+    """Python's own subprocess.run kills a child a quarter of a second after Ctrl-C."""
+    saver = (
+        "import time\ntry:\n    print('ready', flush=True); time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    time.sleep(0.6); raise SystemExit(7)"
+    )
+    program = f"import bootstrap, sys; sys.exit(bootstrap.run([sys.executable, '-c', {saver!r}]))"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGINT)  # a terminal tells every process of the group
+        assert process.wait(timeout=30) == 7
 
 
 def test_idle_openmp_threads_sleep_unless_the_user_says_otherwise(

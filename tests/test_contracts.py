@@ -39,13 +39,11 @@ NAME_EXCEPTIONS = (
     # torch's own words, which two plug-ins happen to share
     ("*", "devices/cpu.py", "torch's word for host memory, whatever the device"),
     ("devices/rocm.py", "devices/cuda.py", "torch calls an AMD card's device type cuda as well"),
-    ("formats/_*", "devices/cuda.py", "the device type that a kernel is registered for"),
     # facts of an architecture, which its family is there to state
     ("families/*", "objectives/*", "an architecture was trained with one objective"),
     ("families/*", "families/*", "siblings name each other as components: encoders and codecs"),
     ("families/*", "dialects/diffusers.py", "the layout of that library's folders bears its name"),
     # `plain` is the absence of a format: what is not packed is held in it, whatever packs the rest
-    ("formats/_packing.py", "formats/plain.py", "what the format asked for cannot hold"),
     ("app/parts.py", "formats/plain.py", "norms and embeddings beside packed matrices"),
     ("recipes/recipe.py", "formats/plain.py", "image codecs, unless the recipe says otherwise"),
     ("plan/sizes.py", "formats/plain.py", "the same, to be counted"),
