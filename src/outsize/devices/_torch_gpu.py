@@ -46,5 +46,6 @@ def compute_exactly() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for with cuBLAS
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # would write every buffer twice
+    # torch would write every new buffer twice
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a property
     torch.backends.cudnn.benchmark = False  # picks kernels by a stopwatch
