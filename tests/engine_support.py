@@ -40,7 +40,12 @@ class TinyBase:
     store: Store
 
     def open(
-        self, placement: str, *, device: Device | None = None, resident_bytes: int = 0, slots: int = 2
+        self,
+        placement: str,
+        *,
+        device: Device | None = None,
+        resident_bytes: int = 0,
+        slots: int = 2,
     ) -> FrozenModel:
         """Load it into a placement."""
         device = device or open_device("cpu")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_support import FORMATS, TinyBase, make_tiny, tiny_inputs
 from torch import nn
 
-from engine_support import FORMATS, TinyBase, make_tiny, tiny_inputs
 from outsize.adapters.adapter import Adapter, AdapterShape
 
 FAMILY_NAMES = ("flux1", "flux2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,16 +84,16 @@ def test_a_block_out_of_order_is_refused() -> None:
         placement.acquire(2)
 
 
-def test_stated_bytes_are_slots_and_resident_blocks_on_the_device_and_the_rest_on_the_host() -> None:
+def test_stated_bytes_are_slots_and_resident_blocks_on_the_device_and_the_rest_on_the_host() -> (
+    None
+):
     sizes = [100, 200, 100, 50]
     placement = _filled("stream", sizes, frozenset({1}), 2)
     assert placement.device_bytes() == 2 * 100 + 200
     assert placement.host_bytes() == 250
 
 
-@given(
-    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=60), budget=st.integers(0, 30_000)
-)
+@given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=60), budget=st.integers(0, 30_000))
 def test_resident_blocks_fit_the_budget_and_are_as_many_as_can_be(
     sizes: list[int], budget: int
 ) -> None:
@@ -105,5 +107,5 @@ def test_resident_blocks_fit_the_budget_and_are_as_many_as_can_be(
 
 def test_resident_blocks_are_spread_evenly() -> None:
     chosen = sorted(spread_evenly(56, 14))
-    gaps = {after - before for before, after in zip(chosen, chosen[1:], strict=False)}
+    gaps = {after - before for before, after in itertools.pairwise(chosen)}
     assert gaps == {4}

@@ -96,7 +96,7 @@ while True:
 def test_a_writer_killed_at_any_time_leaves_a_checkpoint_to_go_on_from(
     tmp_path: Path, num_kills: int
 ) -> None:
-    """kill -9 while checkpoints are written and old ones deleted: the newest that verifies is never lost."""
+    """Kill -9 while checkpoints are written and old ones deleted: the newest that verifies is never lost."""
     import random
     import time
 
@@ -120,7 +120,9 @@ def test_a_writer_killed_at_any_time_leaves_a_checkpoint_to_go_on_from(
             read = read_checkpoint(path)
             expected = _checkpoint(read.step)
             assert read.step >= step
-            assert torch.equal(read.groups["adapter"]["m0.lora_A"], expected.groups["adapter"]["m0.lora_A"])
+            assert torch.equal(
+                read.groups["adapter"]["m0.lora_A"], expected.groups["adapter"]["m0.lora_A"]
+            )
             step = read.step
     assert step > 0
 

@@ -66,7 +66,13 @@ def test_resume_gives_the_same_bytes_as_an_unbroken_run(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Accumulation, caption dropout, batches and 8-bit state included; stopped after every possible step."""
-    settings = {"steps": 5, "accumulate": 2, "batch": 2, "warmup_steps": 3, "optimizer": "adamw8bit"}
+    settings = {
+        "steps": 5,
+        "accumulate": 2,
+        "batch": 2,
+        "warmup_steps": 3,
+        "optimizer": "adamw8bit",
+    }
     whole = write_recipe(tmp_path, model=models["flux2"], name="whole", train=settings)
     _, run = train_here(whole)
     expected = checkpoint_bytes(run)
@@ -87,7 +93,7 @@ def test_resume_gives_the_same_bytes_as_an_unbroken_run(
 def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one(
     models: dict[str, Path], tmp_path: Path, num_kills: int
 ) -> None:
-    """kill -9 of the real command, anywhere between its start and its end."""
+    """Kill -9 of the real command, anywhere between its start and its end."""
     settings = {"steps": 30}
     every = {"every": 1, "keep": 2}
     whole = write_recipe(
@@ -98,7 +104,11 @@ def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one(
     dice = random.Random(3)
     for number in range(num_kills):
         recipe = write_recipe(
-            tmp_path, model=models["flux2"], name=f"killed{number}", train=settings, checkpoints=every
+            tmp_path,
+            model=models["flux2"],
+            name=f"killed{number}",
+            train=settings,
+            checkpoints=every,
         )
         k = dice.randrange(1, 29)
         _kill_after_step(recipe, tmp_path / "runs" / f"killed{number}", k)

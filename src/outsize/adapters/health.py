@@ -35,9 +35,8 @@ class HealthWatch:
                 f"no gradient reaches {len(detached)} of {len(parameters)} adapter tensors, "
                 f"{detached[0]} for one: the model does not use them; name other roles in the recipe"
             )
-        norms = torch._foreach_norm(
-            [one.grad for one in parameters.values() if one.grad is not None]
-        )  # noqa: SLF001 - no public form
+        grads = (one.grad for one in parameters.values())
+        norms = [torch.linalg.vector_norm(grad) for grad in grads if grad is not None]
         silent = {
             name
             for name, norm in zip(parameters, torch.stack(norms).tolist(), strict=True)

@@ -29,9 +29,9 @@ class Batch:
     captions: as trained on, "" where dropped. epoch: of the set that the batch is from.
     """
 
-    latents_BCHW: Tensor  # noqa: N815 - names carry tensor dimensions
+    latents_BCHW: Tensor
     conditions: dict[str, Tensor]
-    loss_weight_B: Tensor  # noqa: N815 - as above; fp32
+    loss_weight_B: Tensor
     seeds: tuple[int, ...]
     names: tuple[str, ...]
     captions: tuple[str, ...]
