@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from tiny import write_tiny
 
 from outsize.app.planning import plan_here
-from outsize.app.site import Site
+from outsize.app.site import Site, open_site
 from outsize.app.train import Trained, train
-from outsize.base.journal import Journal
+from outsize.base.progress import Silent
 from outsize.devices.protocol import open_device
 from outsize.recipes.load import load_recipe
 from outsize.runs.checkpoint import all_checkpoints
@@ -74,12 +74,8 @@ def site_of(recipe: Path, device: str = "cpu") -> Iterator[tuple[Site, RunFolder
     loaded = load_recipe(recipe)
     run = RunFolder(loaded.run_folder())
     plan = plan_here(loaded, device_kind=device)
-    with run.locked():
-        journal = Journal(run.journal)
-        try:
-            yield Site(loaded, plan, open_device(device), journal), run
-        finally:
-            journal.close()
+    with open_site(loaded, run, plan, open_device(device), Silent()) as site:
+        yield site, run
 
 
 def train_here(recipe: Path, device: str = "cpu") -> tuple[Trained, RunFolder]:

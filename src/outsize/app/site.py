@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from outsize.app.parts import Part, parts_of
 from outsize.app.prepare import prepare_component, store_folder, store_key
 from outsize.app.stages import Stages
+from outsize.base.files import write_json_atomically
 from outsize.base.journal import Journal
 from outsize.base.progress import Progress, Silent
 from outsize.data.cache import ContentCache
 from outsize.layers.model import FrozenModel, load_from_store_
 from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings
+from outsize.runs.folder import RunFolder
 from outsize.weights.budget import trim_heap
 from outsize.weights.locate import locate_weights
 from outsize.weights.source import Source
@@ -162,3 +164,33 @@ class Site:
 
     def _count(self, task: str) -> Callable[[int, int], None]:
         return lambda done, total: self.progress.advance(task, done, total, "B")
+
+
+@contextmanager
+def open_site(
+    recipe: Recipe,
+    run: RunFolder,
+    plan: Plan,
+    device: Device,
+    progress: Progress,
+    *,
+    ram_bytes: int = DEFAULT_RAM_BYTES,
+    offline: bool = False,
+) -> Iterator[Site]:
+    """A site that works alone in the run folder, which then holds recipe, plan and journal.
+
+    Raises: MachineFault when another process works there.
+    """
+    with run.locked():
+        write_json_atomically(run.recipe, recipe.to_json())
+        write_json_atomically(run.plan, plan.to_json())
+        journal = Journal(run.journal)
+        journal.write(
+            "device", kind=device.kind, name=device.name, compute=str(device.compute_dtype)
+        )
+        try:
+            yield Site(
+                recipe, plan, device, journal, progress, ram_bytes=ram_bytes, offline=offline
+            )
+        finally:
+            journal.close()

@@ -67,7 +67,7 @@ def open_site(
     offline: bool,
     must_fit: bool = True,
 ) -> Iterator[Site]:
-    """A site whose progress goes to the terminal and whose journal is the run's.
+    """A site whose progress goes to the terminal.
 
     The plan is made and judged before torch is imported. must_fit: refuse a recipe that does not fit the machine.
     Raises: DoesNotFit; MachineFault when another process works in the run folder.
@@ -80,9 +80,7 @@ def open_site(
     # before torch is imported: two threads that spin stall each other on a busy machine
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    from outsize.app.site import Site
-    from outsize.base.files import write_json_atomically
-    from outsize.base.journal import Journal
+    from outsize.app.site import open_site as open_in_app
     from outsize.base.units import parse_bytes
     from outsize.cli._progress import open_progress
     from outsize.devices.protocol import open_device
@@ -91,16 +89,10 @@ def open_site(
     plan = plan_on(recipe, opened, plan)
     if must_fit:
         plan.require_fit()
-    with run.locked(), open_progress() as progress:
-        write_json_atomically(run.recipe, recipe.to_json())
-        write_json_atomically(run.plan, plan.to_json())
-        journal = Journal(run.journal)
-        journal.write(
-            "device", kind=opened.kind, name=opened.name, compute=str(opened.compute_dtype)
-        )
-        try:
-            yield Site(
-                recipe, plan, opened, journal, progress, ram_bytes=parse_bytes(ram), offline=offline
-            )
-        finally:
-            journal.close()
+    with (
+        open_progress() as progress,
+        open_in_app(
+            recipe, run, plan, opened, progress, ram_bytes=parse_bytes(ram), offline=offline
+        ) as site,
+    ):
+        yield site
