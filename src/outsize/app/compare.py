@@ -10,6 +10,7 @@ from typing import Any
 from outsize.app.encode import scan_pictures
 from outsize.app.render import Pair, RenderSettings, Shot, render_pairs, settings_of
 from outsize.app.site import Site
+from outsize.app.trained import trained_checkpoint
 from outsize.base.files import folder_committed_to, write_json_atomically
 from outsize.runs.folder import RunFolder
 from outsize.sample.distances import Distance, distance, mean
@@ -30,7 +31,11 @@ class Comparison:
 
 
 def compare(site: Site, run: RunFolder) -> Comparison:
-    """Render the recipe's prompts and controls with and without the run's adapter, and lay them side by side."""
+    """Render the recipe's prompts and controls with and without the run's adapter, and lay them side by side.
+
+    Raises: RecipeError, before any model is opened, when the run has no adapter of this recipe.
+    """
+    trained_checkpoint(site.recipe, run)
     choice, settings = site.recipe.compare, settings_of(site)
     prompts = list(choice.prompts) or _captions(site)
     subject = [Shot(prompt, seed) for prompt in prompts for seed in choice.seeds]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from outsize.app.parts import BASE, parts_of
-from outsize.base.errors import RecipeError
+from outsize.app.trained import trained_checkpoint
 from outsize.dialects.protocol import DIALECTS, AdapterWeights, LoraPair
 from outsize.export.export import Exported, export_adapter
 from outsize.recipes.recipe import Recipe
-from outsize.runs.checkpoint import newest_checkpoint, read_checkpoint
+from outsize.runs.checkpoint import read_checkpoint
 from outsize.runs.folder import RunFolder
 from outsize.weights.locate import parse_hub_id
 
@@ -17,12 +17,10 @@ from outsize.weights.locate import parse_hub_id
 def export_run(recipe: Recipe, run: RunFolder, dialect: str, target: Path) -> Exported:
     """Write the newest checkpoint's adapter in a dialect, proved by reading it back.
 
-    Raises: RecipeError when the run has no checkpoint; AdapterError as `export_adapter` says.
+    Raises: RecipeError when the run has no checkpoint, or one of another adapter than the recipe's; AdapterError as
+    `export_adapter` says.
     """
-    path, _ = newest_checkpoint(run.checkpoints)
-    if path is None:
-        raise RecipeError(f"{run.path} has no checkpoint to export; train first")
-    tensors = read_checkpoint(path).groups["adapter"]
+    tensors = read_checkpoint(trained_checkpoint(recipe, run)).groups["adapter"]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
     pairs = {
         module: LoraPair(tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"])

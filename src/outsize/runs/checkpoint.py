@@ -80,6 +80,12 @@ def faults_of(path: Path) -> list[str]:
     return faults
 
 
+def read_values(path: Path) -> dict[str, Any]:
+    """The JSON values of a checkpoint folder that was found to verify; no tensor is read."""
+    values: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))["values"]
+    return values
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint folder.
 
