@@ -148,7 +148,7 @@ def _key_inputs(site: Site, part: Part) -> dict[str, Any]:
     return {
         "family": part.family_name,
         "variant": part.variant,
-        "store": site.key(part.slot),
+        "store": site.stores.key(part.slot),
         "device": site.device.kind,
         "compute": str(site.device.compute_dtype),
         "code_version": CODE_VERSION,

@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from outsize.base.errors import DoesNotFit, FormatError, StoreBroken
 from outsize.base.files import json_digest
@@ -40,6 +38,9 @@ from outsize.weights.source import Source
 from outsize.weights.store import MANIFEST, STORE_VERSION, Store, open_store
 from outsize.weights.store_writer import BlockWriter, StoreWriter
 
+if TYPE_CHECKING:
+    import torch
+
 Progress = Callable[[int, int], None]
 
 
@@ -51,7 +52,7 @@ class _Job:
     packing: Packing
     packets: dict[int | None, Packet]
     slab_bytes: int
-    device: torch.device
+    device: str
     journal: Journal | None
     progress: Progress | None
 
@@ -124,7 +125,7 @@ def prepare_component(
             packing,
             _plan_packets(table, parts),
             slab_bytes(table, parts, row_bytes=row_bytes, budget_bytes=ram_budget_bytes),
-            torch.device(device),
+            str(device),
             journal,
             progress,
         )
@@ -220,6 +221,8 @@ def _check_disk(job: _Job, folder: Path, kept: set[int | None]) -> None:
 
 
 def _encode_blocks(job: _Job, writer: StoreWriter, kept: set[int | None]) -> None:
+    import torch
+
     slab_u8 = torch.empty(min(job.slab_bytes, job.mapped.num_bytes), dtype=torch.uint8)
     done_bytes = sum(job.source_bytes(block) for block in kept)
     total_bytes = job.mapped.num_bytes

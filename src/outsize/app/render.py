@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,6 +16,7 @@ from outsize.app.encode import codec_part, encode_texts, text_inputs
 from outsize.app.parts import BASE
 from outsize.app.site import Site
 from outsize.app.train import adapted, load_adapter_
+from outsize.base.files import write_json_atomically
 from outsize.data.encode import text_key
 from outsize.families.protocol import BaseFamily, ImageCodec
 from outsize.layers.model import FrozenModel
@@ -84,6 +87,46 @@ def render_pairs(
         pictures = _decode(site, [*before, *after])
     split = len(shots)
     return [Pair(*one) for one in zip(shots, pictures[:split], pictures[split:], strict=True)]
+
+
+def render(
+    site: Site,
+    run: RunFolder,
+    shots: Sequence[Shot],
+    settings: RenderSettings,
+    *,
+    with_adapter: bool,
+) -> list[Image.Image]:
+    """Each shot once, with the run's adapter or by the base alone."""
+    conditions = _conditions(site, [shot.prompt for shot in shots], settings)
+    with adapted(site) as (model, adapter):
+        if with_adapter:
+            load_adapter_(run, adapter)
+        with (
+            nullcontext() if with_adapter else adapter.disabled(),
+            site.stages.stage("sample adapter" if with_adapter else "sample base"),
+        ):
+            latents = _latents(site, model, shots, conditions, settings)
+    with site.stages.stage("decode pictures"):
+        return _decode(site, latents)
+
+
+def save_samples(
+    run: RunFolder, shots: Sequence[Shot], pictures: Sequence[Image.Image]
+) -> list[Path]:
+    """Write pictures into samples/ of the run folder, numbered on, and what each shows beside it as JSON."""
+    folder = run.path / "samples"
+    folder.mkdir(exist_ok=True)
+    first = 1 + max(
+        (int(one.stem) for one in folder.glob("*.png") if one.stem.isdigit()), default=0
+    )
+    paths = []
+    for number, (shot, picture) in enumerate(zip(shots, pictures, strict=True), start=first):
+        path = folder / f"{number:04d}.png"
+        picture.save(path)
+        write_json_atomically(path.with_suffix(".json"), asdict(shot))
+        paths.append(path)
+    return paths
 
 
 def _conditions(

@@ -9,22 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from outsize.app.parts import Part, parts_of
-from outsize.app.prepare import prepare_component, store_folder, store_key
+from outsize.app.parts import Part
+from outsize.app.prepare import prepare_component
 from outsize.app.stages import Stages
+from outsize.app.stores import Stores
 from outsize.base.files import write_json_atomically
 from outsize.base.journal import Journal
 from outsize.base.progress import Progress, Silent
 from outsize.data.cache import ContentCache
 from outsize.layers.model import FrozenModel, load_from_store_
 from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings
+from outsize.runs.checkpoint import all_checkpoints
 from outsize.runs.folder import RunFolder
 from outsize.weights.budget import trim_heap
-from outsize.weights.locate import locate_weights
-from outsize.weights.source import Source
 
 if TYPE_CHECKING:
     from outsize.devices.protocol import Device
@@ -51,75 +50,56 @@ class Site:
     ram_bytes: int = DEFAULT_RAM_BYTES
     offline: bool = False
 
-    _keys: dict[str, str] = field(default_factory=dict, init=False)
-    _stores: dict[str, Store] = field(default_factory=dict, init=False)
+    _opened: dict[str, Store] = field(default_factory=dict, init=False)
 
     @cached_property
+    def stores(self) -> Stores:
+        """Where the stores are."""
+
+        def tell(slot: str, done: int, total: int) -> None:
+            self.progress.advance(f"read {slot}", done, total, "B")
+
+        return Stores(self.recipe, self.offline, tell)
+
+    @property
     def parts(self) -> dict[str, Part]:
-        return parts_of(self.recipe)
+        """All models of the recipe by slot."""
+        return self.stores.parts
 
     @cached_property
     def stages(self) -> Stages:
+        """Where time and memory went so far."""
         return Stages(self.device, self.journal)
-
-    @cached_property
-    def cache_folder(self) -> Path:
-        return self.recipe.cache_folder()
 
     @cached_property
     def cache(self) -> ContentCache:
         """Latents and embeddings."""
-        return ContentCache(self.cache_folder / "conditions")
-
-    def key(self, slot: str) -> str:
-        """Digest of everything that shapes a part's store; the store itself need not be there."""
-        if slot not in self._keys:
-            with self._source(slot) as source:
-                self._keys[slot] = store_key(
-                    **self._what(slot),
-                    source=source,
-                    cache_root=self.cache_folder,
-                    progress=self._count(f"read {slot}"),
-                )
-        return self._keys[slot]
+        return ContentCache(self.stores.cache_folder / "conditions")
 
     def store(self, slot: str) -> Store:
         """The prepared store of a part, made first where it is missing."""
-        if slot not in self._stores:
-            part = self.parts[slot]
-            folder = store_folder(
-                self.cache_folder,
-                family=part.family_name,
-                variant=part.variant,
-                slot=slot,
-                key=self.key(slot),
+        if slot not in self._opened:
+            found = self.stores.existing(slot)
+            self._opened[slot] = self._prepare(self.parts[slot]) if found is None else found
+        return self._opened[slot]
+
+    def _prepare(self, part: Part) -> Store:
+        for left in part.packing.left_plain:
+            self.journal.write("left_plain", slot=part.slot, tensor=left.name, reason=left.reason)
+        with self.stages.stage(f"prepare {part.slot}"), self.stores.source(part.slot) as source:
+            return prepare_component(
+                table=part.family.table(part.variant),
+                layouts=part.family.layouts(part.variant),
+                source=source,
+                packing=part.packing,
+                folder=self.stores.folder(part.slot),
+                ram_budget_bytes=self.ram_bytes,
+                device=self.device.torch_device,
+                progress=lambda done, total: self.progress.advance(
+                    f"prepare {part.slot}", done, total, "B"
+                ),
+                journal=self.journal,
             )
-            for left in part.packing.left_plain:
-                self.journal.write("left_plain", slot=slot, tensor=left.name, reason=left.reason)
-            with self.stages.stage(f"prepare {slot}"), self._source(slot) as source:
-                self._stores[slot] = prepare_component(
-                    **self._what(slot),
-                    source=source,
-                    folder=folder,
-                    ram_budget_bytes=self.ram_bytes,
-                    device=self.device.torch_device,
-                    progress=self._count(f"prepare {slot}"),
-                    journal=self.journal,
-                )
-        return self._stores[slot]
-
-    def _what(self, slot: str) -> dict[str, Any]:
-        part = self.parts[slot]
-        return {
-            "table": part.family.table(part.variant),
-            "layouts": part.family.layouts(part.variant),
-            "packing": part.packing,
-        }
-
-    def _source(self, slot: str) -> Source:
-        part = self.parts[slot]
-        source = part.source if part.revision is None else f"{part.source}@{part.revision}"
-        return Source(locate_weights(source, sub_folder=part.folder, offline=self.offline).files)
 
     @contextmanager
     def opened(self, slot: str) -> Iterator[FrozenModel]:
@@ -162,9 +142,6 @@ class Site:
             return make(PlacementSettings(self.device, sizes))
         return make(PlacementSettings(self.device, sizes, holding.resident, holding.slots))
 
-    def _count(self, task: str) -> Callable[[int, int], None]:
-        return lambda done, total: self.progress.advance(task, done, total, "B")
-
 
 @contextmanager
 def open_site(
@@ -182,7 +159,10 @@ def open_site(
     Raises: MachineFault when another process works there.
     """
     with run.locked():
-        write_json_atomically(run.recipe, recipe.to_json())
+        if not all_checkpoints(
+            run.checkpoints
+        ):  # else the recipe there is the one that was trained
+            write_json_atomically(run.recipe, recipe.to_json())
         write_json_atomically(run.plan, plan.to_json())
         journal = Journal(run.journal)
         journal.write(

@@ -14,7 +14,9 @@ from outsize.adapters.health import as_fp32, require_delta
 from outsize.app.encode import build_corpus
 from outsize.app.parts import BASE
 from outsize.app.site import Site
+from outsize.app.trained import adapter_identity
 from outsize.base.errors import OutsizeError, RecipeError
+from outsize.base.files import write_json_atomically
 from outsize.data.batches import Corpus
 from outsize.families.protocol import BaseFamily
 from outsize.layers.model import FrozenModel
@@ -62,7 +64,8 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
         identity = {
             "numbers": recipe.numbers_digest(),
             "manifest": corpus.manifest.digest(),
-            "base": site.key(BASE),
+            "base": site.stores.key(BASE),
+            "adapter": adapter_identity(recipe),
         }
         with adapted(site) as (model, adapter):
             update = Update(
@@ -86,6 +89,8 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
                 watch=seen,
             )
             resumed_at = _resume(site, run, loop, identity)
+            # now that it is known to go with the checkpoints
+            write_json_atomically(run.recipe, recipe.to_json())
             run.set_state("running", step=resumed_at)
             with site.stages.stage("train"):
                 outcome = loop.run()

@@ -18,6 +18,7 @@ class PlainProgress:
     def __init__(self) -> None:
         self._started: dict[str, float] = {}
         self._said: dict[str, float] = {}
+        self._finished: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -31,6 +32,8 @@ class PlainProgress:
         """Nothing to close."""
 
     def advance(self, task: str, done: float, total: float, unit: str = "") -> None:
+        if task in self._finished and done >= total:
+            return  # told twice
         now = time.monotonic()
         started = self._started.setdefault(task, now)
         is_finished = done >= total
@@ -43,6 +46,7 @@ class PlainProgress:
         )
         self.say(f"{task}: {_amount(done, unit)} of {_amount(total, unit)}, {tail}")
         if is_finished:
+            self._finished.add(task)
             del self._started[task]
 
     def say(self, line: str) -> None:
@@ -66,6 +70,7 @@ class RichProgress:
             transient=False,
         )
         self._tasks: dict[str, int] = {}
+        self._finished: set[str] = set()
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -80,11 +85,14 @@ class RichProgress:
         self._progress.stop()
 
     def advance(self, task: str, done: float, total: float, unit: str = "") -> None:
+        if task in self._finished and done >= total:
+            return  # told twice
         amount = f"{_amount(done, unit)} of {_amount(total, unit)}"
         if task not in self._tasks:
             self._tasks[task] = self._progress.add_task(task, total=total, amount=amount)
         self._progress.update(self._tasks[task], completed=done, total=total, amount=amount)  # type: ignore[arg-type]
         if done >= total:
+            self._finished.add(task)
             del self._tasks[task]
 
     def say(self, line: str) -> None:

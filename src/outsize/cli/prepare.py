@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from outsize.base.units import format_bytes
 from outsize.cli._site import (
     DEFAULT_RAM,
     DeviceOption,
@@ -33,13 +34,22 @@ def prepare(
     ] = False,
 ) -> int:
     """Quantise the base and its encoders to disk, once; a second call finds them there."""
-    from outsize.base.units import format_bytes
+    from outsize.app.stores import Stores
 
     chosen, run = recipe_and_run(recipe)
-    with open_site(chosen, run, ram=ram, device=device, offline=offline, must_fit=False) as site:
-        for slot in site.parts:
-            store = site.store(slot)
-            if verify:
-                store.verify(full=True)
-            print(f"{slot}: {format_bytes(store.nbytes)} in {store.folder}")
+    stores = Stores(chosen, offline)
+    found = {slot: stores.existing(slot) for slot in stores.parts}
+    ready = {slot: store for slot, store in found.items() if store is not None}
+    if len(ready) < len(found):  # only now is torch imported
+        with open_site(
+            chosen, run, ram=ram, device=device, offline=offline, must_fit=False
+        ) as site:
+            stored = {slot: site.store(slot) for slot in site.parts}
+    else:
+        stored = ready
+    for slot, store in stored.items():
+        if verify:
+            store.verify(full=True)
+        how = "there already" if slot in ready else "prepared"
+        print(f"{slot}: {how}, {format_bytes(store.nbytes)} in {store.folder}")
     return 0

@@ -17,6 +17,7 @@ from typing import Literal
 
 from outsize.plan.sizes import ModelSizes
 from outsize.plan.work import Conditioner, Work
+from outsize.weights.budget import MAX_SLAB_BYTES
 
 Pool = Literal["device", "pinned", "private", "disk"]
 MIB = 2**20
@@ -32,8 +33,6 @@ FORWARD_FACTOR = 0.5
 CONTEXT_BYTES = 700 * MIB
 # Private bytes of Python with torch, diffusers, transformers and peft; a CUDA context adds 200 MiB of its own.
 BASELINE_BYTES = {True: 730 * MIB, False: 330 * MIB}
-# What prepare may take for rows and packets unless --ram says otherwise.
-PREPARE_BYTES = 2048 * MIB
 # Widest tensors of an image codec alive at once at full size, in units of its first convolution's output: a residual
 # block holds input, normed, activated and convolved; the decoder runs the last level at twice the channels.
 ENCODE_PLANES, DECODE_PLANES = 6, 10
@@ -207,12 +206,15 @@ def running_codec(work: Work, part: Conditioner, *, name: str, pixels: int, plan
 
 
 def preparing(work: Work, slot: str) -> Phase:
-    """A source read by row windows, encoded, and written block by block."""
+    """A source read by row windows, encoded, and written block by block; less with a smaller --ram."""
+    sizes = work.sizes_of(slot)
+    slab_bytes = min(MAX_SLAB_BYTES, sizes.source_bytes)
     return Phase(
         f"prepare {slot}",
         (
             Item("program", "private", BASELINE_BYTES[work.has_gpu], "Python with torch"),
-            Item("rows and packets", "private", PREPARE_BYTES, "at most; set by --ram"),
+            Item("rows", "private", 2 * slab_bytes, "as read, and a copy being encoded"),
+            Item("packed matrix", "private", sizes.largest_parts_bytes, "until its last row"),
         ),
     )
 

@@ -43,12 +43,13 @@ class ModelSizes:
     """One model in one format.
 
     small_elements: numbers that are not packed and stay on the device. largest_matrix: numbers of the largest packed
-    matrix, which is decoded for a product. first_channels: of its first convolution, 0 without one.
+    matrix, which is decoded for a product. largest_parts_bytes: of one matrix as stored. first_channels: of its first convolution, 0 without one.
     """
 
     blocks: tuple[BlockSizes, ...]
     small_elements: int
     largest_matrix: int
+    largest_parts_bytes: int
     store_bytes: int
     source_bytes: int
     first_channels: int
@@ -117,6 +118,9 @@ def sizes_of(table: ShapeTable, fmt: Format, plain: Format) -> ModelSizes:
         ),
         small_elements=sum(spec.num_elements for spec in table if not _is_packed(spec)),
         largest_matrix=max((spec.num_elements for spec in packed), default=0),
+        largest_parts_bytes=max(
+            (sum(part.num_bytes for part in packing.parts(spec.name)) for spec in packed), default=0
+        ),
         store_bytes=sum(packet.num_bytes for packet in packets.values()),
         source_bytes=sum(spec.num_elements for spec in table) * DTYPE_BYTES[_PUBLISHED],
         first_channels=next(convolutions, 0),

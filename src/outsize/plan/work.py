@@ -60,6 +60,12 @@ class Work:
         """Bytes of one activation: bf16 on a GPU, fp32 on a CPU (bf16 is a hundred times slower on many)."""
         return 2 if self.has_gpu else 4
 
+    def sizes_of(self, slot: str) -> ModelSizes:
+        """Sizes of the base or of a conditioner."""
+        if slot == "base":
+            return self.base
+        return next(part.sizes for part in self.conditioners if part.slot == slot)
+
     @property
     def num_adapter_elements(self) -> int:
         """Trainable numbers."""
