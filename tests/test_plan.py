@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import outsize
+from outsize.app.planning import count_pictures
 from outsize.base.errors import DoesNotFit, RecipeError
 from outsize.base.table import ShapeTable, TensorSpec
 from outsize.cli.main import main
-from outsize.cli.plan import count_pictures
 from outsize.devices._profile import (
     Gpu,
     MachineProfile,
