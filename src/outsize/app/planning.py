@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from outsize.base.errors import SourceError
 from outsize.data.manifest import PICTURE_EXTENSIONS
 from outsize.devices._profile import MachineProfile, read_machine, stated
 from outsize.plan.plan import Plan
@@ -41,6 +42,18 @@ def plan_on(recipe: Recipe, device: Device, plan: Plan) -> Plan:
         vram_free_bytes=device.free_bytes() if is_gpu else None,
     )
     return make_plan(recipe, machine, num_pictures=count_pictures(recipe))
+
+
+def require_pictures(recipe: Recipe) -> None:
+    """Refuse folders of pictures that are not there, before anything slow begins.
+
+    Raises: SourceError naming all of them.
+    """
+    missing = [str(one.folder) for one in recipe.data.sets if not one.folder.is_dir()]
+    if missing:
+        raise SourceError(
+            f"no such folder of pictures: {', '.join(missing)}; put pictures there, or correct data.sets in the recipe"
+        )
 
 
 def count_pictures(recipe: Recipe) -> int | None:

@@ -16,6 +16,7 @@ from outsize.app.encode import codec_part, encode_texts, text_inputs
 from outsize.app.parts import BASE
 from outsize.app.site import Site
 from outsize.app.train import adapted, load_adapter_
+from outsize.app.trained import trained_checkpoint
 from outsize.base.files import write_json_atomically
 from outsize.data.encode import text_key
 from outsize.families.protocol import BaseFamily, ImageCodec
@@ -78,7 +79,7 @@ def render_pairs(
     """Each shot by the base alone and by the base with the run's adapter."""
     conditions = _conditions(site, [shot.prompt for shot in shots], settings)
     with adapted(site) as (model, adapter):
-        load_adapter_(run, adapter)
+        load_adapter_(site.recipe, run, adapter)
         with site.stages.stage("sample base"), adapter.disabled():
             before = _latents(site, model, shots, conditions, settings)
         with site.stages.stage("sample adapter"):
@@ -97,11 +98,16 @@ def render(
     *,
     with_adapter: bool,
 ) -> list[Image.Image]:
-    """Each shot once, with the run's adapter or by the base alone."""
+    """Each shot once, with the run's adapter or by the base alone.
+
+    Raises: RecipeError, before any model is opened, when the run has no adapter of this recipe.
+    """
+    if with_adapter:
+        trained_checkpoint(site.recipe, run)
     conditions = _conditions(site, [shot.prompt for shot in shots], settings)
     with adapted(site) as (model, adapter):
         if with_adapter:
-            load_adapter_(run, adapter)
+            load_adapter_(site.recipe, run, adapter)
         with (
             nullcontext() if with_adapter else adapter.disabled(),
             site.stages.stage("sample adapter" if with_adapter else "sample base"),

@@ -14,13 +14,14 @@ from outsize.adapters.health import as_fp32, require_delta
 from outsize.app.encode import build_corpus
 from outsize.app.parts import BASE
 from outsize.app.site import Site
-from outsize.app.trained import adapter_identity
+from outsize.app.trained import adapter_identity, trained_checkpoint
 from outsize.base.errors import OutsizeError, RecipeError
 from outsize.base.files import write_json_atomically
 from outsize.data.batches import Corpus
 from outsize.families.protocol import BaseFamily
 from outsize.layers.model import FrozenModel
 from outsize.objectives.protocol import OBJECTIVES, FlowObjective
+from outsize.recipes.recipe import Recipe
 from outsize.runs.checkpoint import newest_checkpoint, read_checkpoint
 from outsize.runs.folder import RunFolder
 from outsize.runs.requests import Requests
@@ -203,18 +204,12 @@ def _prove(site: Site, adapter: Adapter, update: Update) -> None:
         site.progress.say(f"warning: {path} did not move")
 
 
-def load_adapter_(run: RunFolder, adapter: Adapter) -> int:
+def load_adapter_(recipe: Recipe, run: RunFolder, adapter: Adapter) -> int:
     """Put the newest checkpoint's values into the adapter; the step they are of.
 
-    Raises: RecipeError when the run has no checkpoint that verifies.
+    Raises: RecipeError as `trained_checkpoint` says.
     """
-    path, faults = newest_checkpoint(run.checkpoints)
-    if path is None:
-        more = f" ({'; '.join(faults)})" if faults else ""
-        raise RecipeError(
-            f"{run.path} has no checkpoint to take an adapter from{more}; train first"
-        )
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(trained_checkpoint(recipe, run))
     adapter.load_(dict(checkpoint.groups["adapter"]))
     return checkpoint.step
 

@@ -50,7 +50,9 @@ def recipe_and_run(path: Path) -> tuple[Recipe, RunFolder]:
     if path.is_dir():
         run = RunFolder(path)
         if not run.recipe.exists():
-            raise RecipeError(f"{path} is no run folder: it holds no {run.recipe.name}")
+            raise RecipeError(
+                f"{path} is no run folder: it holds no {run.recipe.name}; name a recipe file, or a folder below runs/"
+            )
         text = run.recipe.read_text(encoding="utf-8")
         return recipe_from_json(json.loads(text), origin=str(run.recipe)), run
     recipe = load_recipe(path)

@@ -28,7 +28,10 @@ def compare(
     offline: OfflineOption = False,
 ) -> int:
     """Draw a labelled grid of base and adapter, with control prompts, and measure how far they are apart."""
+    from outsize.app.trained import trained_checkpoint
+
     recipe, folder = recipe_and_run(run)
+    trained_checkpoint(recipe, folder)  # a run without one is told so at once
     with open_site(recipe, folder, ram=ram, device=device, offline=offline) as site:
         from outsize.app.compare import compare as compare_site
         from outsize.cli._tables import print_stages, print_table

@@ -35,7 +35,11 @@ def sample(
     offline: OfflineOption = False,
 ) -> int:
     """Draw prompts with the run's adapter, by the recipe's compare settings, into samples/ of the run folder."""
+    from outsize.app.trained import trained_checkpoint
+
     recipe, folder = recipe_and_run(run)
+    if not base:
+        trained_checkpoint(recipe, folder)  # a run without one is told so at once
     with open_site(recipe, folder, ram=ram, device=device, offline=offline) as site:
         from outsize.app.render import Shot, render, save_samples, settings_of
 

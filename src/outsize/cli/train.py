@@ -35,7 +35,10 @@ def train(
     offline: OfflineOption = False,
 ) -> int:
     """Train a recipe, from its newest checkpoint if there is one. Ctrl-C saves and stops."""
+    from outsize.app.planning import require_pictures
+
     chosen, run = recipe_and_run(recipe)
+    require_pictures(chosen)
     with open_site(chosen, run, ram=ram, device=device, offline=offline) as site:
         from outsize.app.train import train as train_site
         from outsize.cli._tables import print_stages

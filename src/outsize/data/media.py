@@ -10,6 +10,7 @@ Dimensions: C colours (3), H W height and width.
 from __future__ import annotations
 
 import io
+import re
 import struct
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -105,4 +106,6 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 def _unreadable(content: bytes, error: BaseException) -> SourceError:
     if not content:
         return SourceError("the file is empty (0 bytes)")
-    return SourceError(f"not a readable picture ({len(content)} bytes): {error}")
+    # Pillow names the object that it was given, which here is no file
+    why = re.sub(r"image file <.*>", "its kind", str(error))
+    return SourceError(f"not a readable picture ({len(content)} bytes): {why}")

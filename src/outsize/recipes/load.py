@@ -44,8 +44,14 @@ def load_recipe(path: Path) -> Recipe:
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise RecipeError(
+            f"{path}: the recipe cannot be read: there is no such file; "
+            "`outsize recipe --new FAMILY.VARIANT` prints one to start from"
+        ) from error
     except OSError as error:
-        raise RecipeError(f"{path}: the recipe cannot be read: {error.strerror}") from error
+        what = "it is a folder; name the YAML file" if path.is_dir() else error.strerror
+        raise RecipeError(f"{path}: the recipe cannot be read: {what}") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: byte {error.start} is not UTF-8 text") from error
     return parse_recipe(text, file=str(path), folder=path.absolute().parent)
