@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_support import TinyBase, make_tiny
+from engine_support import TinyBase
 from PIL import Image
 from run_support import adapter_of, site_of, train_here, write_recipe
 from safetensors.torch import save_file
 from tiny import write_tiny
 from torch import Tensor
 
+from outsize.app import render
 from outsize.app.compare import Comparison, compare
 from outsize.app.export import export_run
+from outsize.app.site import Site
+from outsize.app.train import adapted
 from outsize.base.errors import RecipeError
 from outsize.base.files import file_digest, write_json_atomically
 from outsize.base.journal import read_journal
 from outsize.recipes.load import load_recipe, recipe_from_json
 from outsize.runs.checkpoint import all_checkpoints
 from outsize.runs.folder import RunFolder
-from outsize.sample.flow import guided, integrate, noise_of
+from outsize.sample.flow import noise_of
 
 CHOICE: dict[str, Any] = {
     "prompts": ["a red picture", "a green picture"],
@@ -218,118 +221,122 @@ def test_the_run_folder_keeps_the_recipe_that_was_trained(trained: Path, copied:
     assert (config["r"], config["lora_alpha"]) == (4, 4)
 
 
-# Sampling against diffusers. The same modules on the same decoded weights, embeddings and noise.
+# Sampling against diffusers: the same modules on the same decoded weights, the same embeddings, the same noise.
 
-NUM_STEPS = 4
+PROMPTS = ("a red picture", "a blue cat")
+SEEDS = (11, 12)
 
 
-def _pipeline(base: TinyBase, family: str) -> Any:
-    """Diffusers' pipeline around upstream's transformer, with nothing else in it."""
+def _twin(site: Site, slot: str) -> Any:
+    """Upstream's module with the weights that the part's store decodes to."""
+    part = site.parts[slot]
+    return TinyBase(part.family, part.variant, part.packing, site.store(slot)).upstream()
+
+
+def _pipeline(site: Site, family: str, variant: str) -> Any:
+    """Diffusers' own pipeline around upstream's transformer and codec; embeddings are given to it."""
     import diffusers
 
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
-        **base.family.scheduler_config(base.variant)
-    )
-    empty: dict[str, Any] = {
-        "scheduler": scheduler, "vae": None, "text_encoder": None, "tokenizer": None,
-        "transformer": base.upstream(),
-    }  # fmt: skip
+    base = site.parts["base"]
+    given: dict[str, Any] = {
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
+            **base.family.scheduler_config(variant)
+        ),
+        "vae": _twin(site, "vae"),
+        "text_encoder": None,
+        "tokenizer": None,
+        "transformer": _twin(site, "base"),
+    }
     if family == "flux1":
-        made: Any = diffusers.FluxPipeline(**empty, text_encoder_2=None, tokenizer_2=None)
-    elif base.variant == "tiny-klein":
-        made = diffusers.Flux2KleinPipeline(**empty, is_distilled=False)
+        made: Any = diffusers.FluxPipeline(**given, text_encoder_2=None, tokenizer_2=None)
+    elif variant == "tiny-klein":
+        made = diffusers.Flux2KleinPipeline(**given, is_distilled=False)
     else:
-        made = diffusers.Flux2Pipeline(**empty)
+        made = diffusers.Flux2Pipeline(**given)
     made.set_progress_bar_config(disable=True)
     return made
 
 
-def _theirs(
-    base: TinyBase, family: str, noise: Tensor, prompt: dict[str, Tensor], blank: dict[str, Tensor]
-) -> Tensor:
-    """The packed latents after the last step, (B, N, C); no codec is there to undo the normalisation with."""
-    steps: list[Tensor] = []
-
-    def keep(_pipe: Any, _i: int, _t: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        steps.append(values["latents"].clone())
-        return values
-
-    height, width = (
-        8 * side for side in noise.shape[2:]
-    )  # a pipeline without a codec assumes a stride of 8
-    given: dict[str, Any] = {
-        "prompt_embeds": prompt["text"], "num_inference_steps": NUM_STEPS, "guidance_scale": 4.0,
-        "output_type": "latent", "callback_on_step_end": keep,
-    }  # fmt: skip
-    if family == "flux1":
-        from diffusers import FluxPipeline
-
-        packed = FluxPipeline._pack_latents(noise, *noise.shape)
-        given |= {"latents": packed, "pooled_prompt_embeds": prompt["pooled"]}
-    else:
-        height, width = 2 * height, 2 * width  # these latents are already 2 x 2 patches
-        given["latents"] = noise
-    if base.variant == "tiny-klein":
-        given["negative_prompt_embeds"] = blank["text"]
-    # after the last step the pipelines of Flux.2 ask the codec, which is not there, for its statistics
-    with contextlib.suppress(AttributeError):
-        _pipeline(base, family)(height=height, width=width, **given)
-    assert len(steps) == NUM_STEPS
-    return steps[-1]
-
-
-@pytest.mark.parametrize(
-    ("family", "variant"), [("flux1", "tiny"), ("flux2", "tiny"), ("flux2", "tiny-klein")]
-)
-def test_sampled_latents_equal_those_of_diffusers_pipeline(
-    family: str, variant: str, tmp_path: Path
-) -> None:
-    """Streamed, packed, by our schedule and guidance: the very same latents, bit for bit in fp32.
-
-    The pipeline divides each timestep, a noise level times 1000, by 1000 again; the model multiplies by 1000 once more.
-    In fp32 that comes back to the timestep which we hand over, so that nothing has to be forgiven.
-    """
-    base = make_tiny(tmp_path, family, ("nf4", {}), variant=variant)
-    defaults = base.family.sampling_defaults(variant)
-    prompt, blank = (_conditions(base, seed) for seed in (1, 2))
-    channels = base.family.config(variant)["in_channels"] // (4 if family == "flux1" else 1)
-    noise = noise_of([11, 12], (channels, 4, 6))
-    theirs = _theirs(base, family, noise, prompt, blank)
-
-    model = base.open("stream")
-    guidance = None if defaults["is_true_cfg"] else 4.0
-
-    def along(conditions: dict[str, Tensor]) -> Any:
-        def predict(noisy: Tensor, sigma_B: Tensor) -> Tensor:
-            model.begin("forward")
-            found: Tensor = base.family.predict(
-                variant, model.module, noisy, sigma_B, conditions, guidance
-            )
-            return found
-
-        return predict
-
-    predict = guided(along(prompt), along(blank), 4.0) if defaults["is_true_cfg"] else along(prompt)
-    sigmas = base.family.sigmas(
-        variant, NUM_STEPS, base.family.num_tokens(variant, (channels, 4, 6))
-    )
-    latents = integrate(predict, noise, sigmas, compute=torch.float32)
-    ours = _tokens_of(latents, family)
-    assert torch.equal(ours, theirs)
-    assert float((ours - _tokens_of(noise, family)).norm() / theirs.norm()) > 0.1, "it moved"
-
-
-def _conditions(base: TinyBase, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = base.family.condition_shapes(base.variant)
-    return {name: torch.randn((2, *shape), generator=generator) for name, shape in shapes.items()}
-
-
 def _tokens_of(latents: Tensor, family: str) -> Tensor:
-    """As the pipeline holds them: (B, N, C)."""
+    """As the pipelines hold them: (B, N, C)."""
     from diffusers import FluxPipeline
 
     if family == "flux2":
         return latents.flatten(2).transpose(1, 2)
     found: Tensor = FluxPipeline._pack_latents(latents, *latents.shape)
     return found
+
+
+@dataclass
+class Sampled:
+    """Latents (B, N, C) after each step, and pictures."""
+
+    steps: list[Tensor]
+    pictures: list[Image.Image]
+
+
+def _by_diffusers(
+    site: Site, family: str, variant: str, conditions: dict[str, dict[str, Tensor]], noise: Tensor
+) -> Sampled:
+    settings, steps = render.settings_of(site), []
+
+    def keep(_pipe: Any, _i: int, _t: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        steps.append(values["latents"].clone())
+        return values
+
+    several = [conditions[prompt] for prompt in PROMPTS]
+    given: dict[str, Any] = {
+        "prompt_embeds": torch.stack([one["text"] for one in several]),
+        "latents": _tokens_of(noise, family) if family == "flux1" else noise,
+    }
+    if family == "flux1":
+        given["pooled_prompt_embeds"] = torch.stack([one["pooled"] for one in several])
+    if settings.is_true_cfg:
+        given["negative_prompt_embeds"] = torch.stack([conditions[""]["text"]] * len(PROMPTS))
+    with torch.no_grad():
+        pictures = _pipeline(site, family, variant)(
+            height=settings.height,
+            width=settings.width,
+            num_inference_steps=settings.num_steps,
+            guidance_scale=settings.guidance,
+            callback_on_step_end=keep,
+            output_type="pil",
+            **given,
+        ).images
+    return Sampled(steps, pictures)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"), [("flux1", "tiny"), ("flux2", "tiny"), ("flux2", "tiny-klein")]
+)
+def test_what_is_sampled_is_what_diffusers_pipeline_samples(
+    family: str, variant: str, tmp_path: Path
+) -> None:
+    """Streamed and packed, by our schedule, guidance and codec: the very same latents, bit for bit in fp32.
+
+    The pipeline divides each timestep, a noise level times 1000, by 1000 again; the model multiplies by 1000 once more.
+    In fp32 that comes back to the timestep which we hand over, so that nothing has to be forgiven. klein is sampled as
+    its base edition is, by true guidance: two predictions, with and without the prompt.
+    """
+    recipe = write_recipe(
+        tmp_path, family, model=write_tiny(family, variant, tmp_path / "model"),
+        base={"variant": variant}, placement={"kind": "stream", "slots": 2},
+        compare={"steps": 4, "width": 48, "height": 32},
+    )  # fmt: skip
+    with site_of(recipe) as (site, _):
+        settings = render.settings_of(site)
+        shots = [render.Shot(*one) for one in zip(PROMPTS, SEEDS, strict=True)]
+        conditions = render._conditions(site, PROMPTS, settings)
+        with adapted(site) as (model, adapter), adapter.disabled():
+            latents = render._latents(site, model, shots, conditions, settings)
+        ours = _tokens_of(torch.stack(latents), family)
+        pictures = render._decode(site, latents)
+        noise = noise_of(SEEDS, tuple(latents[0].shape))
+        theirs = _by_diffusers(site, family, variant, conditions, noise)
+    assert settings.is_true_cfg == (variant == "tiny-klein")
+    assert len(theirs.steps) == 4
+    assert torch.equal(ours, theirs.steps[-1])
+    assert not torch.allclose(ours, _tokens_of(noise, family), atol=0.1), "it moved"
+    for mine, upstream in zip(pictures, theirs.pictures, strict=True):
+        assert mine.size == upstream.size == (48, 32)
+        assert np.array_equal(np.asarray(mine), np.asarray(upstream))
