@@ -26,6 +26,7 @@ from outsize.app.train import adapted
 from outsize.base.errors import RecipeError
 from outsize.base.files import file_digest, write_json_atomically
 from outsize.base.journal import read_journal
+from outsize.base.progress import Silent
 from outsize.recipes.load import load_recipe, recipe_from_json
 from outsize.runs.checkpoint import all_checkpoints
 from outsize.runs.folder import RunFolder
@@ -151,6 +152,23 @@ def test_a_second_comparison_is_the_same_and_overwrites_nothing(
     assert (first.folder.name, second.folder.name) == ("001", "002")
     assert _files(first.folder) == before
     assert _files(second.folder) == before
+
+
+def test_progress_of_sampling_begins_at_nothing(trained: Path, copied: Path) -> None:
+    """A listener that first hears of a task when it is done cannot say how long it took."""
+    heard: list[tuple[float, float]] = []
+
+    class Listener(Silent):
+        def advance(self, task: str, done: float, total: float, unit: str = "") -> None:
+            if task == "sample":
+                assert unit == "pictures"
+                heard.append((done, total))
+
+    with site_of(_recipe(trained, copied)) as (site, run):
+        site.progress = Listener()
+        compare(site, run)
+    once = [(done, 6) for done in (0, 6)]
+    assert heard == [*once, *once]
 
 
 def test_an_adapter_with_zero_delta_changes_no_pixel(trained: Path, copied: Path) -> None:

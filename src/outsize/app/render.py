@@ -168,6 +168,7 @@ def _latents(
     sigmas = family.sigmas(part.variant, settings.num_steps, family.num_tokens(part.variant, shape))
     device, compute = site.device.torch_device, site.device.compute_dtype
     latents: list[Tensor] = []
+    site.progress.advance("sample", 0, len(shots), "pictures")
     for batch in _batches(shots, settings):
         noise = noise_of([shot.seed for shot in batch], shape).to(device)
         predict = _predict(

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One finished stage. device_bytes: peak of the device's tensors; host_bytes: peak private bytes of the process."""
+    """One finished stage.
+
+    seconds: without those of stages within it, so that all add up to the time that passed. device_bytes: peak of the
+    device's tensors; host_bytes: peak private bytes of the process.
+    """
 
     name: str
     seconds: float
@@ -44,6 +48,7 @@ class Stages:
     def __init__(self, device: Device, journal: Journal) -> None:
         self.finished: list[Stage] = []
         self._device, self._journal = device, journal
+        self._within_s: list[float] = []  # of each open stage: seconds of the stages within it
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -51,12 +56,17 @@ class Stages:
         self._device.release_cached()
         self._device.reset_peak()
         started = time.perf_counter()
-        with MemoryWatch() as watch:
-            yield
-            self._device.synchronize()
-        done = Stage(
-            name, time.perf_counter() - started, self._device.peak_bytes(), watch.peak_bytes
-        )
+        self._within_s.append(0.0)
+        try:
+            with MemoryWatch() as watch:
+                yield
+                self._device.synchronize()
+        finally:
+            seconds = time.perf_counter() - started
+            within_s = self._within_s.pop()
+            if self._within_s:
+                self._within_s[-1] += seconds
+        done = Stage(name, seconds - within_s, self._device.peak_bytes(), watch.peak_bytes)
         self.finished.append(done)
         self._journal.write(
             "stage", name=name, seconds=round(done.seconds, 3), device_bytes=done.device_bytes,

@@ -46,7 +46,10 @@ class Placement(Protocol):
         """Say in which order blocks will be acquired from now on, over and over."""
 
     def acquire(self, block: int) -> Tensor:
-        """The packet, uint8 on the device, valid for work queued on the current stream until release."""
+        """The packet, uint8 on the device, valid for work queued on the current stream until release.
+
+        It lies in one of a fixed set of buffers: the reader keeps its views of every buffer that it was ever given.
+        """
 
     def release(self, block: int) -> None:
         """Say that all work reading the packet is queued."""
