@@ -46,6 +46,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--vae-seconds", type=float, default=90)
     parser.add_argument("--base-seconds", type=float, default=300)
+    parser.add_argument("--strangers", type=float, default=0.15)
+    parser.add_argument(
+        "--autoencoder", type=Path, default=None, help="a written base whose autoencoder to keep"
+    )
+    parser.add_argument("--guidance", type=float, default=1.0, help="of the gate's drawings")
     parser.add_argument("--base-batch", type=int, default=1024)
     parser.add_argument(
         "--recipes", type=Path, default=None, help="JSON list of adapter recipes for the gate"
@@ -89,8 +94,10 @@ def _device() -> torch.device:
 
 def train(options: argparse.Namespace) -> None:
     """Train autoencoder and base, and write the parts with a report."""
-    from teaching_models import build_parts, write_parts
-    from teaching_train import Budget, train_autoencoder, train_base
+    from teaching_autoencoder import autoencoder_report, train_autoencoder
+    from teaching_loops import Budget
+    from teaching_models import build_parts, load_parts, write_parts
+    from teaching_train import train_base
     from transformers import AutoTokenizer
 
     torch.manual_seed(SEED)
@@ -120,9 +127,13 @@ def train(options: argparse.Namespace) -> None:
         ema=0.9995,
     )
     report = {"seed": SEED, "device": torch.cuda.get_device_name() if not small else "cpu"}
-    report["autoencoder"] = train_autoencoder(parts, pictures, vae, device)
+    if options.autoencoder is None:
+        report["autoencoder"] = train_autoencoder(parts, pictures, vae, device)
+    else:
+        parts.vae = load_parts(options.autoencoder).vae.to(device).eval()
+        report["autoencoder"] = autoencoder_report(parts.vae, pictures)
     print(json.dumps(report), flush=True)
-    report["base"] = train_base(parts, pictures, tokenizer, base, device)
+    report["base"] = train_base(parts, pictures, tokenizer, base, device, options.strangers)
     report["wall_s"] = round(time.monotonic() - started)
     write_parts(parts, options.out)
     (options.out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -163,7 +174,7 @@ def gate(options: argparse.Namespace) -> None:
         report["before"][f"fp32, {steps} steps, shift {shift}"] = scores
         print("before fp32", steps, shift, scores, flush=True)
     quantise_blocks_(parts.transformer)
-    pictures_before = draw(parts.transformer, bench, 1, steps=12)[0]
+    pictures_before = draw(parts.transformer, bench, 1, steps=12, guidance=options.guidance)[0]
     report["before"]["nf4, 12 steps"] = before = score(bench, pictures_before)
     print("before nf4", before, flush=True)
     _write_grid(pictures_before, options.out / "before.png")
@@ -173,7 +184,7 @@ def gate(options: argparse.Namespace) -> None:
     for done in train_adapters(parts.transformer, bench, recipes, parameters):
         if done not in {r.steps for r in recipes}:
             continue
-        drawn = draw(parts.transformer, bench, len(recipes), steps=12)
+        drawn = draw(parts.transformer, bench, len(recipes), steps=12, guidance=options.guidance)
         for recipe, after in zip(recipes, drawn, strict=True):
             if recipe.steps != done:
                 continue

@@ -9,6 +9,7 @@ Legend: R adapters, B samples of each, N out features, K in features, J rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -116,6 +117,7 @@ class Bench:
     clean: torch.Tensor
     clean_states: torch.Tensor
     num_cat_pictures: int
+    empty: torch.Tensor
 
 
 @torch.no_grad()
@@ -150,12 +152,13 @@ def make_bench(
         clean,
         ask(captions),
         len(adapter_pictures(pictures)),
+        ask([""]),
     )
 
 
 def train_adapters(
     transformer: nn.Module, bench: Bench, recipes: list[Recipe], parameters: list[nn.Parameter]
-) -> object:
+) -> Iterator[int]:
     """Train all recipes together; yields the number of steps done after every 25."""
     device = bench.clean.device
     batch = recipes[0].batch
@@ -237,12 +240,24 @@ class RowAdam:
 
 @torch.no_grad()
 def draw(
-    transformer: nn.Module, bench: Bench, num: int, *, steps: int, shift: float = 1.0
+    transformer: nn.Module,
+    bench: Bench,
+    num: int,
+    *,
+    steps: int,
+    shift: float = 1.0,
+    guidance: float = 1.0,
 ) -> np.ndarray:
     """All prompts drawn by each of num adapters, (R, P, 48, 48, 3) uint8."""
-    states = bench.states.repeat(num, 1, 1)
-    noise = bench.noise.repeat(num, 1, 1)
-    tokens = sample(transformer, states, noise, steps=steps, shift=shift)
+    tokens = sample(
+        transformer,
+        bench.states.repeat(num, 1, 1),
+        bench.noise.repeat(num, 1, 1),
+        steps=steps,
+        shift=shift,
+        guidance=guidance,
+        empty_1TD=bench.empty,
+    )
     pictures = decode_pictures(bench.vae, tokens)
     return pictures.view(num, len(bench.prompts), *pictures.shape[1:]).numpy()
 

@@ -71,10 +71,23 @@ def build_parts(vectors: torch.Tensor) -> Parts:
     text_encoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(vectors), **TEXT))
     table = text_encoder.get_input_embeddings().weight
     table.data.copy_(vectors)
-    table.requires_grad_(False)
+    text_encoder.requires_grad_(requires_grad=False)
+    _pass_through_(text_encoder)
     transformer = Flux2Transformer2DModel(**TRANSFORMER)
     _soften_start_(transformer)
     return Parts(transformer, text_encoder, AutoencoderKLFlux2(**VAE))
+
+
+def _pass_through_(text_encoder: Qwen3ForCausalLM) -> None:
+    """Make every layer add nothing, so that all hidden states are the word vectors.
+
+    A word then has one vector in every caption, and the transformer alone composes them. With a trained encoder a caption
+    of several hundred became one state, and a new word in it ("pouting cat") was a state nobody had seen: adapters
+    reached 0.3 to 0.6 of held-out cats, whatever their recipe.
+    """
+    for layer in text_encoder.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
 
 
 def load_parts(folder: Path) -> Parts:
@@ -150,15 +163,24 @@ def sample(
     *,
     steps: int,
     shift: float = 1.0,
+    guidance: float = 1.0,
+    empty_1TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Euler steps from noise to picture tokens, with the scheduler's sigmas (1 to 1/steps, then 0)."""
+    """Euler steps from noise to picture tokens, with the scheduler's sigmas (1 to 1/steps, then 0).
+
+    Guidance above 1 moves each velocity away from that of the empty prompt, and doubles the work.
+    """
     sigmas = torch.linspace(1.0, 1 / steps, steps, dtype=torch.float64)
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
     levels = [*sigmas.tolist(), 0.0]
     tokens = noise_BSC
     for now, after in zip(levels[:-1], levels[1:], strict=True):
         sigma_B = torch.full((len(tokens),), now, device=tokens.device)
-        tokens = tokens + (after - now) * velocity(transformer, tokens, states_BTD, sigma_B)
+        guess = velocity(transformer, tokens, states_BTD, sigma_B)
+        if guidance != 1.0 and empty_1TD is not None:
+            away = velocity(transformer, tokens, empty_1TD.expand(len(tokens), -1, -1), sigma_B)
+            guess = away + guidance * (guess - away)
+        tokens = tokens + (after - now) * guess
     return tokens
 
 

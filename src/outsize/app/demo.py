@@ -68,13 +68,14 @@ class _Prompt:
 
 def write_recipe(folder: Path, *, seed: int) -> Path:
     """The demo's recipe as a YAML file that users can read, change and train themselves."""
-    values = json.loads(teaching.RECIPE.read_text(encoding="utf-8"))
+    values = yaml.safe_load(teaching.RECIPE.read_text(encoding="utf-8"))
     values["base"]["source"] = str(teaching.BASE)
     subject, others = values["data"]["sets"]
     subject["folder"], others["folder"] = str(teaching.CATS), str(teaching.OTHERS)
     values["train"]["seed"] = seed
     number = 1 + sum(1 for _ in (folder / "runs").glob("cats-*"))
     values["name"] = f"cats-{number:03d}"
+    values["cache"] = "cache"
     path = folder / "recipe.yaml"
     write_atomically(path, (_HEADER + yaml.safe_dump(values, sort_keys=False)).encode())
     return path
@@ -156,7 +157,7 @@ def _score(
     controls: Sequence[_Prompt],
     control_pairs: Sequence[Pair],
 ) -> Scores:
-    gallery = load_gallery(teaching.GALLERY, teaching.GALLERY_NAMES)
+    gallery = load_gallery(teaching.GALLERY_PICTURES, teaching.GALLERY_NAMES)
 
     def share(
         prompts: Sequence[_Prompt],

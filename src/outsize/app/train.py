@@ -220,6 +220,7 @@ def _loop_settings(recipe: Any) -> LoopSettings:
         num_steps=train.steps,
         accumulate=train.accumulate,
         learning_rate=train.learning_rate,
+        schedule=train.schedule,
         warmup_steps=train.warmup_steps,
         clip_norm=train.clip_norm,
         checkpoint_every=recipe.checkpoints.every,

@@ -34,7 +34,7 @@ VARIANTS: dict[str, Stack] = {
     # the small base that ships with this package; its config.json is the truth
     "teaching": Stack(
         channels=(32, 64, 96),
-        latent_channels=8,
+        latent_channels=12,
         resnets_per_level=1,
         norm_groups=16,
         sample_size=48,

@@ -103,13 +103,14 @@ _TEACHING: dict[str, Any] = {
     "num_heads": 4,
     "head_dim": 48,
     "joint_width": 384,
-    "in_channels": 32,
+    "in_channels": 48,
     "axes": (12, 12, 12, 12),
     "text": ("qwen3_text", "teaching"),
-    "text_tokens": 24,
+    "text_tokens": 20,
     "codec": "teaching",
     "num_steps": 12,
-    "guidance": None,
+    "guidance": 2.0,
+    "is_true_cfg": True,
     "mu": None,  # 36 tokens: it is trained and sampled without a shift
 }
 _BASE: dict[str, Any] = {"num_steps": 50, "guidance": 4.0, "is_true_cfg": True}

@@ -36,7 +36,7 @@ VARIANTS: dict[str, Decoder] = {
         vocabulary=8192,
         rope_theta=10_000.0,
         max_positions=512,
-        max_length=24,
+        max_length=20,
         read=(1, 2, 3),
     ),
     "tiny": Decoder(

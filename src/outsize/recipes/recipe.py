@@ -271,14 +271,16 @@ class Recipe(Section):
     def numbers_digest(self) -> str:
         """SHA-256 over what decides the numbers of a step: equal for recipes that may resume each other.
 
-        Left out: name, folders, placement, checkpoints, compare, and train.steps (how far, not how).
+        Left out: name, folders, placement, checkpoints, compare, and train.steps (how far, not how) unless the step size
+        depends on it.
         """
         kept = {
             key: value
             for key, value in self.to_json().items()
             if key not in _WITHOUT_EFFECT_ON_NUMBERS
         }
-        kept["train"] = {key: value for key, value in kept["train"].items() if key != "steps"}
+        if self.train.schedule == "constant":
+            kept["train"] = {key: value for key, value in kept["train"].items() if key != "steps"}
         return json_digest(kept)
 
     def cache_folder(self) -> Path:

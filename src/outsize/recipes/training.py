@@ -53,8 +53,10 @@ class TrainChoice(Section):
     optimizer: Text = Field(
         default="adamw", description="adamw (fp32 state) or adamw8bit (a quarter of the state)."
     )
-    learning_rate: float = Field(
-        default=1.0e-4, gt=0, description="Step size after warm-up; constant."
+    learning_rate: float = Field(default=1.0e-4, gt=0, description="Step size after warm-up.")
+    schedule: Literal["constant", "cosine"] = Field(
+        default="constant",
+        description="Step size after warm-up: constant, or falling along a cosine to a twentieth at the last step.",
     )
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], AsTuple

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["BASE", "CATS", "GALLERY_NAMES", "GALLERY_PICTURES", "HELD_OUT", "OTHERS", "PROMPTS"]
+__all__ = [
+    "BASE",
+    "CATS",
+    "GALLERY_NAMES",
+    "GALLERY_PICTURES",
+    "HELD_OUT",
+    "OTHERS",
+    "PROMPTS",
+    "RECIPE",
+]
 
 _HERE = Path(__file__).parent
 
@@ -24,5 +33,7 @@ GALLERY_PICTURES = _HERE / "pictures" / "gallery.png"
 """Atlas of every real picture, for the nearest-picture score."""
 GALLERY_NAMES = _HERE / "pictures" / "gallery.json"
 """Names, styles and backgrounds of the atlas."""
+RECIPE = _HERE / "recipe.yaml"
+"""The recipe of the demo; its paths are relative to its own folder."""
 PROMPTS = _HERE / "prompts.json"
 """The fixed prompts of the score: cats and controls, with the rule that chose them."""

@@ -6,6 +6,7 @@ optimiser, so a run that was killed and resumed takes the same steps to the same
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from outsize.runs.checkpoint import Checkpoint, prune_checkpoints, save_checkpoi
 from outsize.runs.requests import Requests
 from outsize.train.update import Update
 
+SMALLEST_SHARE = 0.05  # of the learning rate, at the end of a falling schedule
 Outcome = Literal["completed", "stopped"]
 
 
@@ -31,14 +33,19 @@ class LoopSettings:
     num_steps: int
     accumulate: int
     learning_rate: float
+    schedule: Literal["constant", "cosine"]
     warmup_steps: int
     clip_norm: float | None
     checkpoint_every: int
     checkpoints_kept: int
 
     def rate_at(self, step: int) -> float:
-        """Step size of an update: linear warm-up from 0 (exclusive), then constant."""
-        return self.learning_rate * min(1.0, (step + 1) / (self.warmup_steps + 1))
+        """Step size of an update: linear warm-up from 0 (exclusive), then constant or along a cosine."""
+        warm = min(1.0, (step + 1) / (self.warmup_steps + 1))
+        if self.schedule == "constant":
+            return self.learning_rate * warm
+        fallen = 0.5 * (1 + math.cos(math.pi * step / self.num_steps))
+        return self.learning_rate * warm * max(SMALLEST_SHARE, fallen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,9 @@ def choose(names: Sequence[str], where: str) -> Choice:
     pickled = sorted(name for name in names if name.endswith(PICKLED))
     if pickled:
         raise SourceError(f"{where} holds only {_few(pickled)}: {_PICKLE_REASON}")
-    raise SourceError(f"{where} holds no safetensors file; name the folder or file that holds the weights")
+    raise SourceError(
+        f"{where} holds no safetensors file; name the folder or file that holds the weights"
+    )
 
 
 def files_of_index(content: bytes, where: str) -> tuple[str, ...]:
