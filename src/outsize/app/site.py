@@ -128,10 +128,15 @@ class Site:
             placement=self._placement(part.slot, [packet.streamed_bytes for packet in packets]),
             device=device.torch_device,
             compute=device.compute_dtype,
+            recomputes=not self._keeps_activations(part.slot),
         )
         load_from_store_(model, store)
         part.family.materialise_buffers(module, device.torch_device)
         return model
+
+    def _keeps_activations(self, slot: str) -> bool:
+        holding = self.plan.holding_of(slot)
+        return holding is not None and holding.keeps_activations
 
     def _placement(self, slot: str, sizes: list[int]) -> Placement:
         """The placement that the plan chose; a model without blocks has nothing to place."""

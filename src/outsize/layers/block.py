@@ -98,8 +98,12 @@ class _Place:
         self.index = index
 
 
-def wrap_block(module: nn.Module, block: int, bound: Bound) -> None:
-    """Replace a block module's forward, in place, by one that acquires its weights around every run."""
+def wrap_block(module: nn.Module, block: int, bound: Bound, *, recomputes: bool) -> None:
+    """Replace a block module's forward, in place, by one that acquires its weights around every run.
+
+    recomputes: keep only the block's inputs for backward and run it again there. Without it autograd keeps what the block
+    computed, which is right only while the block's bytes stay where they are until backward is over.
+    """
     inner = module.forward
     anchor = torch.zeros((), requires_grad=True)  # asks autograd for a backward when no input does
 
@@ -111,7 +115,7 @@ def wrap_block(module: nn.Module, block: int, bound: Bound) -> None:
             args, kwargs = unflatten(skeleton, given)
             return inner(*args, **kwargs)
 
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and recomputes:
             call: Callable[..., Any] = BlockCall.apply
             return call(bound, block, run, anchor, *tensors)
         bound.acquire(block)

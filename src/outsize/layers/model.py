@@ -77,13 +77,14 @@ class FrozenModel:
         placement: PacketHolder,
         device: torch.device,
         compute: torch.dtype,
+        recomputes: bool = True,
     ) -> None:
         self.module, self.placement, self.packets = module, placement, packets
         self._table, self._device, self._compute = table, device, compute
         self._views: dict[tuple[int, int], list[tuple[FrozenLinear, dict[str, Tensor]]]] = {}
         freeze_linears_(module, table, packing, compute)
         for block, path in enumerate(block_paths):
-            wrap_block(module.get_submodule(path), block, self)
+            wrap_block(module.get_submodule(path), block, self, recomputes=recomputes)
 
     def begin(self, sweep: Literal["forward", "train"]) -> None:
         """Say that the blocks will now be run upwards, or upwards and down again."""

@@ -6,7 +6,7 @@ so there is nothing else to search. Looking for a remedy when nothing fits is re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outsize.base.units import format_bytes
 from outsize.devices._profile import MachineProfile
@@ -54,6 +54,7 @@ def draft_plan(recipe: Recipe, machine: MachineProfile, *, num_pictures: int | N
     work = work_of(recipe, has_gpu=machine.has_gpu, num_pictures=num_pictures)
     budget = budget_of(machine)
     outcome, other, why = _choose(recipe, work, budget)
+    outcome = _with_activations(recipe.placement, work, outcome, budget)
     runner_up = None if other is None else _choice(other, _why_not(other, budget))
     return Plan(
         name=recipe.name,
@@ -94,6 +95,21 @@ def _choose(recipe: Recipe, work: Work, budget: Budget) -> tuple[_Outcome, _Outc
     holding = streamed.holding
     why = f"all {holding.num_blocks} blocks do not fit; {len(holding.resident)} stay, {holding.num_streamed} stream"
     return streamed, everything, why
+
+
+def _with_activations(
+    asked: PlacementChoice, work: Work, outcome: _Outcome, budget: Budget
+) -> _Outcome:
+    """The same placement, keeping activations where that is asked for, or (null) on a CPU with room to spare.
+
+    On a card recomputing is the default: exactness there was verified with it.
+    """
+    may_keep = outcome.holding.kind == RESIDENT and asked.recompute is not True
+    if not may_keep or (asked.recompute is None and work.has_gpu):
+        return outcome
+    kept = _outcome(work, replace(outcome.holding, keeps_activations=True), budget)
+    is_wanted = asked.recompute is False or kept.host_bytes <= budget.host_bytes // 2
+    return kept if is_wanted else outcome
 
 
 def _streamed(asked: PlacementChoice, work: Work, budget: Budget) -> _Outcome:

@@ -50,12 +50,16 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How one model's blocks are held: kind names the placement, resident the blocks that stay on the device."""
+    """How one model's blocks are held: kind names the placement, resident the blocks that stay on the device.
+
+    keeps_activations: blocks keep what they compute for backward, instead of running again there.
+    """
 
     kind: str
     slots: int
     resident: frozenset[int]
     num_blocks: int
+    keeps_activations: bool = False
 
     @property
     def num_streamed(self) -> int:
@@ -111,7 +115,7 @@ def training_step(work: Work, holding: Holding) -> Phase:
             inputs * size,
             f"{work.tokens} tokens x width, kept by each block",
         ),
-        Item("working set", device, working * size, "one block recomputed and differentiated"),
+        _working_set(work, holding, device, working),
         *_adapter(work, device),
         Item("gradients", device, grads * size, "of blocks already done, while inputs remain"),
         Item("batch", device, work.batch_bytes, "latents, noise and embeddings"),
@@ -121,6 +125,16 @@ def training_step(work: Work, holding: Holding) -> Phase:
         why = "summed over passes in fp32"
         items.append(Item("accumulated gradients", device, adapter * 4, why))
     return Phase("train step", (*items, *_host(work, work.base)), holding)
+
+
+def _working_set(work: Work, holding: Holding, device: Pool, working: int) -> Item:
+    size = work.compute_bytes
+    if not holding.keeps_activations:
+        why = "one block recomputed and differentiated"
+        return Item("working set", device, working * size, why)
+    traffic = sum(block.traffic for block in work.base.blocks)
+    kept = math.ceil(work.tokens * traffic * BACKWARD_FACTOR)
+    return Item("activations", device, kept * size, "of all blocks, kept for backward")
 
 
 def training_update(work: Work, holding: Holding) -> Phase:

@@ -167,6 +167,7 @@ def _holding_json(holding: Holding) -> dict[str, Any]:
         "slots": holding.slots,
         "num_blocks": holding.num_blocks,
         "kept_blocks": sorted(holding.resident),
+        "keeps_activations": holding.keeps_activations,
     }
 
 

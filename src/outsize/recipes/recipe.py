@@ -190,7 +190,13 @@ class PlacementChoice(Section):
     )
     resident_bytes: Bytes | None = Field(
         default=None,
-        description="Blocks kept on the device while others stream, as in '4 GiB'; null: none.",
+        description="Blocks kept on the device while others stream, as in '4 GiB'; null: none when kind is stream, as "
+        "many as fit when it is auto.",
+    )
+    recompute: bool | None = Field(
+        default=None,
+        description="Run resident blocks again for backward instead of keeping what they computed; null: except on a CPU "
+        "with room to spare. Streamed blocks always run again.",
     )
 
 
