@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outsize.formats.nf4 import NF4, kernel_in_use
+from outsize.formats.nf4 import NF4
 from outsize.formats.protocol import Format, make_format
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_a_card_decodes_to_the_values_of_the_cpu(fmt: Format, dtype: torch.dtype
 def test_decoding_compiled_on_a_card_gives_the_same_values(fmt: Format) -> None:
     """Compiled by inductor in one graph; no multiply-add of it may round otherwise."""
     parts = {name: part.cuda() for name, part in encode(fmt, weights(torch.float32)).items()}
-    kernel_in_use(torch.device("cuda", 0))
+    NF4().kernel(torch.device("cuda", 0))
     torch.compiler.reset()  # each format's own graph, not a recompilation of the last one's
     eager = fmt.decode(parts, SHAPE, torch.bfloat16)
     compiled = torch.compile(fmt.decode, fullgraph=True)(parts, SHAPE, torch.bfloat16)
@@ -76,7 +76,7 @@ def test_decoding_compiled_on_a_card_gives_the_same_values(fmt: Format) -> None:
 def test_a_card_is_served_by_bitsandbytes() -> None:
     """Installed as a dependency; where it does not work, the report says why, and this fails with it."""
     pytest.importorskip("bitsandbytes")
-    assert kernel_in_use(torch.device("cuda", 0)).startswith("bitsandbytes ")
+    assert NF4().kernel(torch.device("cuda", 0)).startswith("bitsandbytes ")
 
 
 def test_parts_inside_one_packet_decode_alike() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.formats import _nested, _nf4_decode, _nf4_kernels
-from outsize.formats.nf4 import NF4, kernel_in_use
+from outsize.formats.nf4 import NF4
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
@@ -205,7 +205,7 @@ def test_fp16_scales_change_scales_only() -> None:
 def test_a_cpu_decodes_by_torch_and_says_so() -> None:
     """And without importing bitsandbytes, which would cost every run on a CPU five seconds."""
     _nf4_decode._kernels.pop(("cpu", None), None)
-    assert kernel_in_use(CPU) == "torch"
+    assert NF4().kernel(CPU) == "torch"
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_where_bitsandbytes_serves_it_is_named_with_its_version() -> None:
     """Goes into the run's journal."""
     import bitsandbytes
 
-    assert kernel_in_use(CPU) == f"bitsandbytes {bitsandbytes.__version__}"
+    assert NF4().kernel(CPU) == f"bitsandbytes {bitsandbytes.__version__}"
     assert _nf4_decode.kernel_of("cpu", None, "nf4").is_bitsandbytes
 
 
@@ -228,7 +228,7 @@ def test_where_bitsandbytes_serves_it_is_named_with_its_version() -> None:
 def test_a_bitsandbytes_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch serves, with the reason: no silent fallback."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    report = kernel_in_use(CPU)
+    report = NF4().kernel(CPU)
     assert report.startswith(
         "torch (bitsandbytes does not work on cpu: ModuleNotFoundError: import of bitsandbytes"
     )
@@ -246,9 +246,7 @@ def test_a_bitsandbytes_with_other_values_is_reported(monkeypatch: pytest.Monkey
         return right
 
     monkeypatch.setattr(_nf4_kernels, "decode_by_bitsandbytes", wrong)
-    assert kernel_in_use(CPU).endswith(
-        "on cpu: its torch.float16 values differ from the reference)"
-    )
+    assert NF4().kernel(CPU).endswith("on cpu: its torch.float16 values differ from the reference)")
 
 
 @pytest.mark.usefixtures("bnb")  # imports torch's compiler, which takes most of its seconds
@@ -257,7 +255,7 @@ def test_decoding_compiles_without_a_break(scales: str) -> None:
     """Blocks are compiled whole."""
     fmt = NF4(64, scales)
     parts = encode(fmt, weights(8, 128, seed=5))
-    kernel_in_use(CPU)
+    NF4().kernel(CPU)
     compiled = torch.compile(fmt.decode, backend="eager", fullgraph=True)
     eager = fmt.decode(parts, (8, 128), torch.bfloat16)
     assert torch.equal(compiled(parts, (8, 128), torch.bfloat16), eager)

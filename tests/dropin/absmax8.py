@@ -25,6 +25,9 @@ class AbsMax8:
         """Name, options and code version."""
         return {"name": "absmax8", **asdict(self), "code_version": 1}
 
+    def kernel(self, device: torch.device) -> str:  # noqa: ARG002 - the same everywhere
+        return "torch"
+
     def supports(self, shape: tuple[int, ...]) -> bool:
         """Every matrix."""
         return len(shape) == 2

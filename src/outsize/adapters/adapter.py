@@ -55,16 +55,25 @@ class Adapter:
         inject_adapter_in_model(config, module, adapter_name=NAME, low_cpu_mem_usage=True)
         self._layers = {path: _lora_layer(module, path) for path in self.paths}
 
-    def materialise_(self, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Give every matrix its initial value: A uniform as PEFT draws it, B zero."""
+    def materialise_(
+        self, *, seed: int, device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Give every matrix its initial value: A uniform as PEFT draws it, B zero.
+
+        Returns the values in fp32 on the host, unrounded: the masters of training start from them.
+        """
+        initial: dict[str, Tensor] = {}
         for path, layer in self._layers.items():
             down, up = layer.lora_A[NAME], layer.lora_B[NAME]
             # PEFT: kaiming_uniform with a = sqrt(5), which is uniform within 1 / sqrt(fan_in)
             bound = 1 / math.sqrt(down.in_features)
             generator = torch.Generator().manual_seed(_seed(seed, path))
             values = torch.rand(down.weight.shape, generator=generator) * (2 * bound) - bound
+            initial[f"{path}.lora_A"] = values
+            initial[f"{path}.lora_B"] = torch.zeros(up.weight.shape)
             down.weight = nn.Parameter(values.to(device, dtype))
-            up.weight = nn.Parameter(torch.zeros(up.weight.shape, device=device, dtype=dtype))
+            up.weight = nn.Parameter(initial[f"{path}.lora_B"].to(device, dtype))
+        return initial
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All matrices by name."""

@@ -5,7 +5,8 @@ At the first step B is zero, so A's gradient is zero by construction; from the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -54,27 +55,33 @@ class HealthWatch:
 
 
 def require_finite(
-    loss: float, parameters: Mapping[str, nn.Parameter], norm: float, step: int
+    loss: float,
+    norm: float,
+    parameters: Mapping[str, nn.Parameter],
+    step: int,
+    pictures_of: Callable[[int], list[str]],
 ) -> None:
     """Refuse an update by a loss or gradient that is no number.
 
-    Raises: NotFinite naming the loss, or the first tensors whose gradients are not finite.
+    Raises: NotFinite naming the loss, or the first tensors whose gradients are not finite, and the step's pictures.
     """
-    if loss - loss != 0:  # inf and nan
-        raise NotFinite(
-            f"the loss of step {step} is {loss}; the adapter was not updated and the last checkpoint is good. "
-            "Lower learning_rate, or look at the pictures of this step in journal.jsonl"
-        )
-    if norm - norm != 0:
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    what = f"the loss of step {step} is {loss}"
+    if math.isfinite(loss):
         names = [
             name
             for name, one in parameters.items()
             if one.grad is not None and not one.grad.isfinite().all()
         ]
-        raise NotFinite(
+        what = (
             f"the gradients of {len(names)} adapter tensors are not finite at step {step}, first "
-            f"{', '.join(names[:3])}; the adapter was not updated. Lower learning_rate or set clip_norm"
+            f"{', '.join(names[:3])}"
         )
+    raise NotFinite(
+        f"{what}; the adapter was not updated and the last checkpoint is good. Lower learning_rate or set clip_norm, or "
+        f"look at the step's pictures: {', '.join(pictures_of(step))}"
+    )
 
 
 def require_delta(norms: Mapping[str, float]) -> list[str]:

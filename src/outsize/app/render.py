@@ -78,7 +78,7 @@ def render_pairs(
 ) -> list[Pair]:
     """Each shot by the base alone and by the base with the run's adapter."""
     conditions = _conditions(site, [shot.prompt for shot in shots], settings)
-    with adapted(site) as (model, adapter):
+    with adapted(site) as (model, adapter, _):
         load_adapter_(site.recipe, run, adapter)
         with site.stages.stage("sample base"), adapter.disabled():
             before = _latents(site, model, shots, conditions, settings)
@@ -105,7 +105,7 @@ def render(
     if with_adapter:
         trained_checkpoint(site.recipe, run)
     conditions = _conditions(site, [shot.prompt for shot in shots], settings)
-    with adapted(site) as (model, adapter):
+    with adapted(site) as (model, adapter, _):
         if with_adapter:
             load_adapter_(site.recipe, run, adapter)
         with (

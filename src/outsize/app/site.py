@@ -11,13 +11,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+
 from outsize.app.parts import Part
 from outsize.app.prepare import prepare_component
 from outsize.app.stages import Stages
 from outsize.app.stores import Stores
+from outsize.base.errors import MachineFault
 from outsize.base.files import write_json_atomically
 from outsize.base.journal import Journal
 from outsize.base.progress import Progress, Silent
+from outsize.base.units import format_bytes
 from outsize.data.cache import ContentCache
 from outsize.layers.model import FrozenModel, load_from_store_
 from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings
@@ -131,6 +135,10 @@ class Site:
             recomputes=not self._keeps_activations(part.slot),
         )
         load_from_store_(model, store)
+        self.journal.write(
+            "loaded", slot=part.slot, kernel=part.packing.packed.kernel(device.torch_device),
+            device_bytes=model.placement.device_bytes(), host_bytes=model.placement.host_bytes(),
+        )  # fmt: skip
         part.family.materialise_buffers(module, device.torch_device)
         return model
 
@@ -177,5 +185,11 @@ def open_site(
             yield Site(
                 recipe, plan, device, journal, progress, ram_bytes=ram_bytes, offline=offline
             )
+        except torch.OutOfMemoryError as error:
+            raise MachineFault(
+                f"{device.name} ran out of memory with {format_bytes(device.peak_bytes())} in use; the plan said "
+                f"{format_bytes(plan.peak.device_bytes)}. Close other programs on the card, or lower "
+                "data.resolution or train.batch; what was saved can be resumed"
+            ) from error
         finally:
             journal.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from outsize.app.encode import build_corpus
 from outsize.app.parts import BASE
 from outsize.app.site import Site
 from outsize.app.trained import adapter_identity, trained_checkpoint
-from outsize.base.errors import OutsizeError, RecipeError
+from outsize.base.errors import RecipeError
 from outsize.base.files import write_json_atomically
 from outsize.data.batches import Corpus
 from outsize.families.protocol import BaseFamily
@@ -43,15 +44,18 @@ class Trained:
 def train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Trained:
     """Train the recipe in its run folder, from the newest checkpoint that verifies.
 
-    Raises: every OutsizeError of what it calls; the run's state is then "failed".
+    Whatever ends it early leaves the run's state "failed", with the reason; what was saved can be resumed.
     """
     run.set_state("preparing")
+    trained = None
     try:
         trained = _train(site, run, watch)
-    except OutsizeError as error:
-        run.set_state("failed", error=type(error).__name__, message=str(error))
-        site.journal.write("failed", error=type(error).__name__, message=str(error))
-        raise
+    finally:
+        if trained is None:
+            error = sys.exception()
+            reason = {"error": type(error).__name__, "message": str(error)}
+            run.set_state("failed", **reason)
+            site.journal.write("failed", **reason)
     run.set_state(trained.outcome, step=trained.step)
     site.journal.write(trained.outcome, step=trained.step)
     return trained
@@ -59,51 +63,50 @@ def train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Tr
 
 def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Trained:
     recipe = site.recipe
-    requests = Requests(run)
-    with requests.listening():
-        corpus = build_corpus(site)
-        identity = {
-            "numbers": recipe.numbers_digest(),
-            "manifest": corpus.manifest.digest(),
-            "base": site.stores.key(BASE),
-            "adapter": adapter_identity(recipe),
-        }
-        with adapted(site) as (model, adapter):
-            update = Update(
-                adapter.parameters(), recipe.train.optimizer, _optimizer_settings(recipe.train)
-            )
-            last: list[StepReport] = []
+    corpus = build_corpus(site)
+    identity = {
+        "numbers": recipe.numbers_digest(),
+        "manifest": corpus.manifest.digest(),
+        "base": site.stores.key(BASE),
+        "adapter": adapter_identity(recipe),
+        "computed_by": f"{site.device.kind}, {site.device.compute_dtype}",
+    }
+    with adapted(site) as (model, adapter, initial):
+        settings = _optimizer_settings(recipe.train)
+        update = Update(adapter.parameters(), initial, recipe.train.optimizer, settings)
+        last: list[StepReport] = []
 
-            def seen(report: StepReport) -> None:
-                last[:] = [report]
-                watch(report)
+        def seen(report: StepReport) -> None:
+            last[:] = [report]
+            watch(report)
 
-            loop = Loop(
-                settings=_loop_settings(recipe),
-                update=update,
-                begin_step=lambda: model.begin("train"),
-                loss_of=_loss_of(site, model, corpus),
-                requests=requests,
-                journal=site.journal,
-                checkpoints=run.checkpoints,
-                identity=identity,
-                watch=seen,
-            )
-            resumed_at = _resume(site, run, loop, identity)
-            # now that it is known to go with the checkpoints
-            write_json_atomically(run.recipe, recipe.to_json())
-            run.set_state("running", step=resumed_at)
-            with site.stages.stage("train"):
-                outcome = loop.run()
-            _prove(site, adapter, update)
-    return Trained(
-        outcome, last[0].step if last else resumed_at, resumed_at, last[0] if last else None
-    )
+        requests = Requests(run)
+        loop = Loop(
+            settings=_loop_settings(recipe),
+            update=update,
+            begin_step=lambda: model.begin("train"),
+            loss_of=_loss_of(site, model, corpus),
+            pictures_of=corpus.pictures_of,
+            requests=requests,
+            journal=site.journal,
+            checkpoints=run.checkpoints,
+            identity=identity,
+            watch=seen,
+        )
+        resumed_at = _resume(site, run, loop, identity)
+        # now that it is known to go with the checkpoints
+        write_json_atomically(run.recipe, recipe.to_json())
+        run.set_state("running", step=resumed_at)
+        with requests.listening(), site.stages.stage("train"):
+            outcome = loop.run()
+        _prove(site, adapter, update)
+    report = last[0] if last else None
+    return Trained(outcome, report.step if report else resumed_at, resumed_at, report)
 
 
 @contextmanager
-def adapted(site: Site) -> Iterator[tuple[FrozenModel, Adapter]]:
-    """The base with a fresh adapter of the recipe's shape, for the time of the block."""
+def adapted(site: Site) -> Iterator[tuple[FrozenModel, Adapter, dict[str, Tensor]]]:
+    """The base with a fresh adapter of the recipe's shape, and that one's unrounded values, for the time of the block."""
     recipe, part = site.recipe, site.parts[BASE]
     choice = recipe.adapter
     with site.opened(BASE) as model:
@@ -112,7 +115,7 @@ def adapted(site: Site) -> Iterator[tuple[FrozenModel, Adapter]]:
             part.family.table(part.variant),
             AdapterShape(choice.rank, choice.effective_alpha, choice.roles),
         )
-        adapter.materialise_(
+        initial = adapter.materialise_(
             seed=recipe.train.seed,
             device=site.device.torch_device,
             dtype=site.device.compute_dtype,
@@ -125,7 +128,7 @@ def adapted(site: Site) -> Iterator[tuple[FrozenModel, Adapter]]:
             f"adapter: {len(adapter.paths)} modules, {adapter.num_parameters:,} parameters, "
             f"rank {choice.rank}"
         )
-        yield model, adapter
+        yield model, adapter, initial
 
 
 def _loss_of(site: Site, model: FrozenModel, corpus: Corpus) -> Callable[[int, int], Tensor]:
@@ -182,6 +185,11 @@ def _resume(site: Site, run: RunFolder, loop: Loop, identity: dict[str, Any]) ->
         raise RecipeError(
             f"{path} was trained with other settings: {', '.join(changed)} changed since. "
             "Give the recipe another name, or undo the change"
+        )
+    if before["computed_by"] != identity["computed_by"]:
+        site.progress.say(
+            f"warning: trained so far by {before['computed_by']}, from here by {identity['computed_by']}: the result "
+            "will not equal an unbroken run's bytes"
         )
     loop.resume_(checkpoint)
     site.progress.say(f"resuming after step {checkpoint.step}")

@@ -35,14 +35,11 @@ def trained_checkpoint(recipe: Recipe, run: RunFolder) -> Path:
         more = f" that is whole ({'; '.join(faults)})" if faults else ""
         raise RecipeError(f"{run.path} has no checkpoint{more}; train first")
     identity = read_values(path)["identity"]
-    asked = adapter_identity(recipe)
-    # checkpoints of before these were recorded are believed when nothing at all has changed
-    is_same = identity["numbers"] == recipe.numbers_digest()
-    had = identity.get("adapter", asked if is_same else {})
+    had = identity["adapter"]
     changed = [
-        f"{key} is {value}, was {had.get(key, 'not recorded')}"
-        for key, value in asked.items()
-        if had.get(key) != value
+        f"{key} is {value}, was {had[key]}"
+        for key, value in adapter_identity(recipe).items()
+        if had[key] != value
     ]
     if changed:
         raise RecipeError(

@@ -117,6 +117,12 @@ class Corpus:
             epoch=micro.epoch,
         )
 
+    def pictures_of(self, step: int) -> list[str]:
+        """Files of the pictures that a step draws, in order; reads nothing."""
+        places = range(self.schedule.accumulate)
+        items = [item for place in places for item in self.schedule.micro_batch(step, place).items]
+        return [str(self.manifest.pictures[item.picture].path) for item in items]
+
     def conditions_of(self, text: str) -> dict[str, Tensor]:
         """Embeddings of one cached text, batch of 1; for previews. Raises: StoreBroken."""
         return _stack([self._embeddings(text)], (text,))

@@ -4,7 +4,7 @@ bitsandbytes serves CUDA and ROCm. On a CPU plain torch is taken though bitsandb
 14.7 ms for 3072x3072 in bf16 where ours took 20.1, and the import takes five seconds. On Apple's devices it may fetch
 its kernels from a hub, so it is not asked.
 
-Ask (nf4.kernel_in_use) before a decode is compiled: the answer is a dictionary entry then, and torch.compile goes
+Ask (NF4.kernel) before a decode is compiled: the answer is a dictionary entry then, and torch.compile goes
 through without a break.
 """
 

@@ -34,6 +34,9 @@ class Int4:
         """Name, options and code version."""
         return {"name": "int4", **asdict(self), "code_version": _CODE_VERSION}
 
+    def kernel(self, device: torch.device) -> str:  # noqa: ARG002 - the same everywhere
+        return "torch"
+
     def supports(self, shape: tuple[int, ...]) -> bool:
         """Whether shape is a matrix (N, K) with K a multiple of the group."""
         return is_grouped(shape, self.group)

@@ -39,6 +39,15 @@ class NF4:
         """Name, options and code version."""
         return {"name": "nf4", **asdict(self), "code_version": _CODE_VERSION}
 
+    def kernel(self, device: torch.device) -> str:
+        """What decodes there: "bitsandbytes 0.50.2", or "torch" with the reason when something is amiss.
+
+        The first call for a CUDA or ROCm device imports bitsandbytes, which takes seconds, and checks its values there.
+        """
+        from outsize.formats._nf4_decode import kernel_of
+
+        return kernel_of(device.type, device.index, _QUANT_TYPE).report
+
     def supports(self, shape: tuple[int, ...]) -> bool:
         """Whether shape is a matrix (N, K) with K a multiple of the group."""
         return is_grouped(shape, self.group)
@@ -83,20 +92,10 @@ class NF4:
     def decode(
         self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        """The matrix (N, K) in `dtype`, computed in fp32 and rounded once; by the kernel that kernel_in_use names."""
+        """The matrix (N, K) in `dtype`, computed in fp32 and rounded once; by the kernel that `kernel` names."""
         from outsize.formats._nf4_decode import decode
 
         return decode(parts, shape, dtype, group=self.group, quant_type=_QUANT_TYPE)
 
 
 plugin = NF4
-
-
-def kernel_in_use(device: torch.device) -> str:
-    """What decodes nf4 on a device: "bitsandbytes 0.50.2", or "torch" with the reason when something is amiss.
-
-    The first call for a CUDA or ROCm device imports bitsandbytes, which takes seconds, and checks its values there.
-    """
-    from outsize.formats._nf4_decode import kernel_of
-
-    return kernel_of(device.type, device.index, _QUANT_TYPE).report

@@ -31,6 +31,9 @@ class Plain:
         """Name, options and code version."""
         return {"name": "plain", **asdict(self), "code_version": _CODE_VERSION}
 
+    def kernel(self, device: torch.device) -> str:  # noqa: ARG002 - the same everywhere
+        return "torch"
+
     def supports(self, shape: tuple[int, ...]) -> bool:  # noqa: ARG002 - the protocol's signature
         """Every shape."""
         return True

@@ -32,6 +32,9 @@ class Encoder(Protocol):
 class Format(Protocol):
     """A frozen matrix in few bits."""
 
+    def kernel(self, device: torch.device) -> str:
+        """What decodes on that device, for the journal: "bitsandbytes 0.50.2", "torch", with the reason if amiss."""
+
     def describe(self) -> dict[str, Any]:
         """Name, options and code version as JSON values: goes into store keys and manifests."""
 

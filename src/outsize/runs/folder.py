@@ -1,6 +1,6 @@
 """The run folder: one folder holds all of a run, and a lock says who works in it.
 
-runs/NAME/: recipe.json, plan.json, state.json, journal.jsonl, checkpoints/STEP/, compare/, samples/. Nothing of a run
+runs/NAME/: recipe.json, plan.json, state.json, journal.jsonl, checkpoints/STEP/, compare/, samples/, export/. Nothing of a run
 lives anywhere else; the files SAVE_NOW and STOP_NOW, put there by anybody, are requests to the process that trains.
 """
 

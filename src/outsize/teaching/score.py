@@ -47,7 +47,8 @@ class Gallery:
         alpha = self.rgba_NHWC[..., 3:].astype(np.float32) / 255.0
         colour = np.asarray(self.backgrounds[background], np.float32)
         mixed = self.rgba_NHWC[..., :3].astype(np.float32) * alpha + colour * (1.0 - alpha)
-        return np.rint(mixed).astype(np.uint8)
+        rounded: np.ndarray = np.rint(mixed).astype(np.uint8)
+        return rounded
 
     def nearest(self, picture_HWC: np.ndarray, background: str) -> Match:
         """The real picture nearest to picture_HWC (48, 48, 3) uint8 on the same background."""
@@ -128,7 +129,8 @@ def _edge_directions(gray_NHW: np.ndarray) -> np.ndarray:
     )
     # 0.02 keeps a flat block flat: it is the mean gradient of a barely visible edge.
     blocks = blocks / np.sqrt((blocks**2).sum(-1, keepdims=True) + 0.02**2)
-    return blocks.reshape(len(gray_NHW), -1).astype(np.float32)
+    rows: np.ndarray = blocks.reshape(len(gray_NHW), -1).astype(np.float32)
+    return rows
 
 
 def _cell_means(pixels_NHWC: np.ndarray) -> np.ndarray:
@@ -137,4 +139,5 @@ def _cell_means(pixels_NHWC: np.ndarray) -> np.ndarray:
     cells = pixels_NHWC.reshape(
         num, height // CELL_PX, CELL_PX, width // CELL_PX, CELL_PX, channels
     ).mean((2, 4))
-    return cells.reshape(num, -1).astype(np.float32)
+    rows: np.ndarray = cells.reshape(num, -1).astype(np.float32)
+    return rows

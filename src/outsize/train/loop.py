@@ -65,13 +65,14 @@ class Loop:
     """One run's training.
 
     begin_step: tells the placement that a step begins. loss_of: the loss of one micro-batch (step, place), with its
-    graph. identity: JSON that a checkpoint must share with the run that resumes it. watch: sees every report.
+    graph. pictures_of: what a step learns from, to name it when it fails. identity: JSON that a checkpoint must share with the run that resumes it. watch: sees every report.
     """
 
     settings: LoopSettings
     update: Update
     begin_step: Callable[[], None]
     loss_of: Callable[[int, int], Tensor]
+    pictures_of: Callable[[int], list[str]]
     requests: Requests
     journal: Journal
     checkpoints: Path
@@ -104,7 +105,7 @@ class Loop:
         norm = self.update.grad_norm()
         # one wait for the device: loss and norm come together
         loss_value, norm_value = torch.stack([torch.stack(losses).sum(), norm.float()]).tolist()
-        require_finite(loss_value, self.update.masters, norm_value, step)
+        require_finite(loss_value, norm_value, self.update.masters, step, self.pictures_of)
         for name in health.look(self.update.masters):
             self.journal.write("warning", step=step, what="no gradient", tensor=name)
         if self.settings.clip_norm is not None:

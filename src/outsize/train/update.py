@@ -20,11 +20,18 @@ class Update:
     """Masters, gradients and optimiser of one adapter."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], name: str, settings: OptimizerSettings
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        initial: Mapping[str, Tensor],
+        name: str,
+        settings: OptimizerSettings,
     ) -> None:
+        """Set up for these parameters, whose unrounded values (fp32) are `initial`."""
         self.parameters = dict(parameters)
         self.masters = {
-            key: one if one.dtype == torch.float32 else nn.Parameter(one.detach().float())
+            key: one
+            if one.dtype == torch.float32
+            else nn.Parameter(initial[key].to(one.device, torch.float32))
             for key, one in self.parameters.items()
         }
         factory: OptimizerFactory = OPTIMIZERS.load(name)
