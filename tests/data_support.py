@@ -86,6 +86,11 @@ class CountingEncoders:
         return {"text": text_BTD, "pooled": text_BTD.float().mean(1)}
 
 
+def keys_in(cache: ContentCache) -> list[str]:
+    """Keys of all entries on disk, temporaries left out."""
+    return [path.stem for path in cache.folder.glob("??/[!.]*.safetensors")]
+
+
 def cache_folder(
     folder: Path, cache: ContentCache, encoders: CountingEncoders, **changes: Any
 ) -> tuple[CacheReport, CacheReport, Manifest]:

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from data_support import CountingEncoders, cache_as_a_child, cache_folder, write_captioned
+from data_support import (
+    CountingEncoders,
+    cache_as_a_child,
+    cache_folder,
+    keys_in,
+    write_captioned,
+)
 
 from outsize.data.cache import ContentCache
 
@@ -60,12 +66,11 @@ def kill_at_random_times_and_complete(
         child.kill()
         child.join()
         child.close()
-        keys = [path.stem for path in cache.folder.glob("??/[!.]*.safetensors")]
-        assert cache.broken(keys, is_deep=True) == {}
+        keys = keys_in(cache)
+        assert all(cache.get(key) for key in keys), "whatever has its name is whole"
         latents, texts, _ = cache_folder(folder, cache, CountingEncoders())
         assert latents.num_reused + texts.num_reused == len(keys)
-        assert latents.num_broken == texts.num_broken == 0
-        assert cache.size().num_entries == NUM + NUM + 1
+        assert len(keys_in(cache)) == NUM + NUM + 1
         num_cached.append(len(keys))
     return num_cached
 
@@ -93,7 +98,8 @@ def test_two_processes_caching_the_same_folder_at_once_both_complete(
         assert child.exitcode == 0
         child.close()
     encoders = CountingEncoders()
-    cache_folder(folder, cache, encoders, is_deep=True)
+    cache_folder(folder, cache, encoders)
     assert encoders.events == []
-    assert cache.size().num_entries == NUM + NUM + 1
+    assert len(keys_in(cache)) == NUM + NUM + 1
+    assert all(cache.get(key) for key in keys_in(cache))
     assert not list(cache.folder.glob("??/.tmp-*"))

@@ -32,14 +32,6 @@ _MAX_HEADER_BYTES = 1 << 20  # ours have a few hundred bytes; a torn length must
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSize:
-    """What a cache, or some entries of it, take on disk."""
-
-    num_entries: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class ContentCache:
     """A folder of entries by key, in 256 sub-folders."""
 
@@ -85,36 +77,19 @@ class ContentCache:
         """Which of the keys have no entry, each once, in order; reads no contents."""
         return tuple(key for key in dict.fromkeys(keys) if not self.path(key).is_file())
 
-    def broken(self, keys: Iterable[str], *, is_deep: bool = False) -> dict[str, str]:
+    def broken(self, keys: Iterable[str]) -> dict[str, str]:
         """What is wrong with those of the keys whose entries cannot be used, absent ones aside.
 
-        The quick look compares header and file length, which finds what a crash or a full disk
-        leaves behind. is_deep verifies contents too, and costs reading them.
+        Header and file length are compared, which finds what a crash or a full disk leaves behind;
+        contents are verified when they are read.
         """
         faults = {}
         for key in dict.fromkeys(keys):
             try:
-                if is_deep:
-                    self.get(key)
-                else:
-                    _check_length(self.path(key), key)
+                _check_length(self.path(key), key)
             except StoreBroken as error:
                 faults[key] = str(error)
         return faults
-
-    def size(self, keys: Iterable[str] | None = None) -> CacheSize:
-        """Entries and bytes on disk, of these keys or of all."""
-        paths = (
-            self.folder.glob(f"??/*{_SUFFIX}")
-            if keys is None
-            else (self.path(key) for key in dict.fromkeys(keys))
-        )
-        sizes = []
-        for path in paths:
-            with contextlib.suppress(FileNotFoundError):  # another process may be discarding it
-                if not path.name.startswith(TEMPORARY):
-                    sizes.append(path.stat().st_size)
-        return CacheSize(len(sizes), sum(sizes))
 
     def sweep(self) -> int:
         """Delete temporary files of writers killed over an hour ago; their number."""

@@ -45,7 +45,6 @@ class CacheReport:
 
     num_reused: int
     num_encoded: int
-    num_broken: int
 
 
 def latent_key(
@@ -75,20 +74,18 @@ def cache_latents(
     batch: int = 1,
     progress: Progress | None = None,
     journal: Journal | None = None,
-    is_deep: bool = False,
 ) -> CacheReport:
     """Make sure that every picture's latent is cached.
 
     crops: one for each picture. inputs: what identifies encoder and settings. The encoder takes
     pixels (B, 3, H, W) fp32 in -1..1, all of one bucket, and gives latents (B, C, h, w).
-    is_deep: verify the contents of entries that are there, not their structure only.
     Raises: SourceError when a picture changed since it was scanned; NotFinite naming pictures.
     """
     jobs = {
         latent_key(cache, picture, crop, inputs): (picture, crop)
         for picture, crop in zip(manifest.pictures, crops, strict=True)
     }
-    todo, num_broken = _take_stock(cache, jobs, "latents", journal, is_deep=is_deep)
+    todo = _take_stock(cache, jobs, "latents", journal)
     counter = _Counter(len(todo), progress)
     if todo:
         by_bucket = defaultdict(list)
@@ -100,7 +97,7 @@ def cache_latents(
                 if pixels:
                     _encode_pictures(cache, pixels, encode, jobs)
                 counter.add(len(pixels), length)
-    return counter.report(len(jobs), num_broken)
+    return counter.report(len(jobs))
 
 
 def cache_texts(
@@ -112,7 +109,6 @@ def cache_texts(
     batch: int = 1,
     progress: Progress | None = None,
     journal: Journal | None = None,
-    is_deep: bool = False,
 ) -> CacheReport:
     """Make sure that the embeddings of every different text are cached; see training_texts.
 
@@ -120,7 +116,7 @@ def cache_texts(
     Raises: NotFinite naming the texts whose embeddings are not finite.
     """
     jobs = {text_key(cache, text, inputs): text for text in texts}
-    todo, num_broken = _take_stock(cache, jobs, "texts", journal, is_deep=is_deep)
+    todo = _take_stock(cache, jobs, "texts", journal)
     counter = _Counter(len(todo), progress)
     if todo:
         with open_encoder() as encode:
@@ -129,7 +125,7 @@ def cache_texts(
                 if keys:
                     _encode_texts(cache, keys, encode, jobs)
                 counter.add(len(keys), len(part))
-    return counter.report(len(jobs), num_broken)
+    return counter.report(len(jobs))
 
 
 def training_texts(manifest: Manifest, caption_dropout: float) -> tuple[str, ...]:
@@ -139,24 +135,18 @@ def training_texts(manifest: Manifest, caption_dropout: float) -> tuple[str, ...
 
 
 def _take_stock(
-    cache: ContentCache,
-    jobs: Mapping[str, Any],
-    what: str,
-    journal: Journal | None,
-    *,
-    is_deep: bool,
-) -> tuple[tuple[str, ...], int]:
-    """Report and discard broken entries; the keys to encode, and how many were broken."""
+    cache: ContentCache, jobs: Mapping[str, Any], what: str, journal: Journal | None
+) -> tuple[str, ...]:
+    """Report and discard broken entries; the keys to encode."""
     cache.sweep()
-    broken = cache.broken(jobs, is_deep=is_deep)
-    for key, fault in broken.items():
+    for key, fault in cache.broken(jobs).items():
         if journal is not None:
             journal.write("cache_entry_broken", what=what, key=key, fault=fault)
         cache.discard(key)
     todo = cache.missing(jobs)
     if journal is not None:
         journal.write("caching", what=what, num_wanted=len(jobs), num_missing=len(todo))
-    return todo, len(broken)
+    return todo
 
 
 @dataclass(slots=True)
@@ -174,8 +164,8 @@ class _Counter:
         if self.progress is not None:
             self.progress(self.num_done, self.total)
 
-    def report(self, num_wanted: int, num_broken: int) -> CacheReport:
-        return CacheReport(num_wanted - self.num_encoded, self.num_encoded, num_broken)
+    def report(self, num_wanted: int) -> CacheReport:
+        return CacheReport(num_wanted - self.num_encoded, self.num_encoded)
 
 
 def _parts(items: Sequence[_T], size: int) -> list[Sequence[_T]]:
