@@ -23,6 +23,7 @@ from outsize.data.buckets import CropPlan, plan_crops
 from outsize.data.cache import ContentCache
 from outsize.data.encode import cache_latents, cache_texts, latent_key, text_key, training_texts
 from outsize.data.manifest import Manifest, PictureSet, scan
+from outsize.data.schedule import MicroBatch
 
 SIZES = [(40, 40), (60, 30)]
 Parts = tuple[Manifest, tuple[CropPlan, ...], ContentCache]
@@ -68,6 +69,14 @@ def corpus_of(
     )
 
 
+def captions_of(micro: MicroBatch, manifest: Manifest) -> list[str]:
+    """What a micro-batch is trained on: "" where the caption is dropped."""
+    return [
+        "" if item.drops_caption else manifest.pictures[item.picture].caption
+        for item in micro.items
+    ]
+
+
 def first_batches(corpus: Corpus, num_steps: int) -> None:
     """Load the first batch of each step."""
     for step in range(num_steps):
@@ -77,28 +86,26 @@ def first_batches(corpus: Corpus, num_steps: int) -> None:
 def test_a_batch_holds_what_the_encoders_give_for_its_pictures_and_captions(parts: Parts) -> None:
     manifest, crops, _ = parts
     corpus = corpus_of(parts)
-    by_path = {str(p.path): (p, crop) for p, crop in zip(manifest.pictures, crops, strict=True)}
     seen_sets, seen_drops = set(), set()
     for number in range(24):
         batch = corpus.batch(*divmod(number, 2))
         micro = corpus.schedule.micro_batch(*divmod(number, 2))
+        pictures = [manifest.pictures[item.picture] for item in micro.items]
         assert batch.seeds == tuple(item.noise_seed for item in micro.items)
-        assert (batch.bucket, batch.epoch) == (micro.bucket, micro.epoch)
-        encode_text = CountingEncoders()._encode_text(list(batch.captions))
-        for name, expected in encode_text.items():
+        encoded = CountingEncoders()._encode_text(captions_of(micro, manifest))
+        for name, expected in encoded.items():
             assert torch.equal(batch.conditions[name], expected)
             assert batch.conditions[name].dtype == expected.dtype
-        for row, name in enumerate(batch.names):
-            picture, crop = by_path[name]
-            pixels = media.pixels_of(media.decode(picture.path.read_bytes()), crop)
+        for row, item in enumerate(micro.items):
+            content = pictures[row].path.read_bytes()
+            pixels = media.pixels_of(media.decode(content), crops[item.picture])
             expected = torch.nn.functional.avg_pool2d(pixels, 8)
             assert torch.equal(batch.latents_BCHW[row], expected)
-            assert picture.set_index == batch.set_index
-            assert batch.captions[row] in (picture.caption, "")
-            seen_drops.add(batch.captions[row] == "")
-        weight = 0.5 if batch.set_index == 1 else 1.0
+            seen_drops.add(item.drops_caption)
+        (set_index,) = {picture.set_index for picture in pictures}
+        weight = 0.5 if set_index == 1 else 1.0
         assert torch.equal(batch.loss_weight_B, torch.full((2,), weight))
-        seen_sets.add(batch.set_index)
+        seen_sets.add(set_index)
     assert seen_sets == {0, 1}
     assert seen_drops == {True, False}
 
@@ -154,7 +161,7 @@ def test_a_missing_entry_is_an_error_that_names_the_picture_or_caption_and_the_r
         first_batches(corpus_of(parts), 20)
     cache.discard(text_key(cache, "", TEXT_INPUTS))
     with pytest.raises(StoreBroken, match="the caption '' is not in the cache"):
-        corpus_of(parts).conditions_of("")
+        first_batches(corpus_of(parts, caption_dropout=1), 1)
 
 
 def test_a_broken_entry_is_discarded_and_named(parts: Parts) -> None:
@@ -177,9 +184,11 @@ def test_several_text_encoders_give_one_dictionary(parts: Parts) -> None:
             return {"other": torch.tensor([[float(len(text))] for text in texts])}
 
     cache_texts(training_texts(manifest, 0.4), cache, Second().open_text, second)
-    batch = corpus_of(parts, text_inputs=(TEXT_INPUTS, second)).batch(0, 0)
+    corpus = corpus_of(parts, text_inputs=(TEXT_INPUTS, second))
+    batch = corpus.batch(0, 0)
     assert set(batch.conditions) == {"text", "pooled", "other"}
-    lengths = [[float(len(caption))] for caption in batch.captions]
+    captions = captions_of(corpus.schedule.micro_batch(0, 0), manifest)
+    lengths = [[float(len(caption))] for caption in captions]
     assert batch.conditions["other"].tolist() == lengths
 
 

@@ -9,7 +9,7 @@ from data_support import UNHURRIED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.base.errors import RecipeError, SourceError
+from outsize.base.errors import RecipeError
 from outsize.data.buckets import (
     ASPECT_LIMIT,
     Bucket,
@@ -97,30 +97,15 @@ def test_scaling_keeps_the_aspect_to_half_a_pixel(
         assert abs(crop.scaled_width - exact) <= Fraction(1, 2)
 
 
-@UNHURRIED
-@given(SIDES, SIDES)
-def test_without_upscaling_no_picture_is_enlarged(width: int, height: int) -> None:
-    try:
-        bucket = bucket_of(width, height, 512, 16, may_upscale=False)
-    except SourceError:
-        assert min(width, height) < 16 * ASPECT_LIMIT, "only slivers are refused"
-    else:
-        assert bucket.width <= width
-        assert bucket.height <= height
-
-
-def test_without_upscaling_a_small_picture_keeps_its_size() -> None:
-    assert bucket_of(64, 64, 512, 16, may_upscale=False) == Bucket(64, 64)
+def test_a_small_picture_is_enlarged_to_the_resolution() -> None:
     assert bucket_of(64, 64, 512, 16) == Bucket(512, 512)
 
 
 def test_plan_crops_gives_one_crop_for_each_size_in_order() -> None:
     crops = plan_crops([(100, 100), (100, 50)], 64, 16)
     assert [crop.bucket for crop in crops] == [Bucket(64, 64), Bucket(80, 48)]
-    assert crops[0].cropped_share == 0
     # 100 x 50 covers 80 x 48 when scaled to 96 x 48.
     assert (crops[1].scaled_width, crops[1].scaled_height) == (96, 48)
-    assert crops[1].cropped_share == pytest.approx(1 - 80 / 96)
 
 
 def test_a_resolution_below_the_multiple_is_refused_with_both_numbers() -> None:

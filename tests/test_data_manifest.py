@@ -14,8 +14,7 @@ from PIL import Image
 
 from outsize.base.errors import SourceError
 from outsize.data import media
-from outsize.data.buckets import plan_crops
-from outsize.data.manifest import PictureSet, crops_of, scan, with_trigger
+from outsize.data.manifest import PictureSet, scan, with_trigger
 
 
 def captioned(path: Path, caption: str = "a cat") -> Path:
@@ -192,11 +191,3 @@ def test_facts_that_cannot_be_used_are_found_out_again(tmp_path: Path, content: 
     facts.write_bytes(content)
     assert scan([PictureSet(folder)], facts_file=facts) == scan([PictureSet(folder)])
     assert len(json.loads(facts.read_bytes())["sizes"]) == 2
-
-
-def test_crops_follow_the_manifest_and_all_pictures_too_small_are_named(tmp_path: Path) -> None:
-    sizes = [(64, 64), (7, 30), (60, 30), (40, 5)]
-    manifest = scan([PictureSet(write_captioned(tmp_path, 4, sizes))])
-    assert crops_of(manifest, 32, 8) == plan_crops(sizes, 32, 8)
-    with pytest.raises(SourceError, match=r"(?s)2 faults.*01\.png: 7 x 30.*03\.png: 40 x 5"):
-        crops_of(manifest, 32, 8, may_upscale=False)

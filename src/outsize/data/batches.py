@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outsize.base.errors import RecipeError, StoreBroken
-from outsize.data.buckets import Bucket, CropPlan
+from outsize.data.buckets import CropPlan
 from outsize.data.cache import ContentCache
 from outsize.data.encode import LATENT, latent_key, text_key
 from outsize.data.manifest import Manifest
@@ -24,20 +24,12 @@ from outsize.data.schedule import Entry, Item, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch, on the CPU, as the encoders gave it.
-
-    captions: as trained on, "" where dropped. epoch: of the set that the batch is from.
-    """
+    """One micro-batch, on the CPU, as the encoders gave it. seeds: of each sample's noise."""
 
     latents_BCHW: Tensor
     conditions: dict[str, Tensor]
     loss_weight_B: Tensor
     seeds: tuple[int, ...]
-    names: tuple[str, ...]
-    captions: tuple[str, ...]
-    bucket: Bucket
-    set_index: int
-    epoch: int
 
 
 def make_schedule(
@@ -84,7 +76,6 @@ class Corpus:
         memory_bytes: how much of the cache is kept in memory (the most recently used).
         """
         self.manifest = manifest
-        self.crops = tuple(crops)
         self.schedule = schedule
         self._cache = cache
         self._latent_keys = tuple(
@@ -110,11 +101,6 @@ class Corpus:
             conditions=_stack([self._embeddings(caption) for caption in captions], captions),
             loss_weight_B=torch.tensor(weights, dtype=torch.float32),
             seeds=tuple(item.noise_seed for item in micro.items),
-            names=tuple(str(picture.path) for picture in pictures),
-            captions=captions,
-            bucket=micro.bucket,
-            set_index=micro.set_index,
-            epoch=micro.epoch,
         )
 
     def pictures_of(self, step: int) -> list[str]:
@@ -122,10 +108,6 @@ class Corpus:
         places = range(self.schedule.accumulate)
         items = [item for place in places for item in self.schedule.micro_batch(step, place).items]
         return [str(self.manifest.pictures[item.picture].path) for item in items]
-
-    def conditions_of(self, text: str) -> dict[str, Tensor]:
-        """Embeddings of one cached text, batch of 1; for previews. Raises: StoreBroken."""
-        return _stack([self._embeddings(text)], (text,))
 
     def _caption(self, item: Item) -> str:
         return "" if item.drops_caption else self.manifest.pictures[item.picture].caption

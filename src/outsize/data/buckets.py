@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from outsize.base.errors import RecipeError, SourceError
+from outsize.base.errors import RecipeError
 
 ASPECT_LIMIT = 3  # longer pictures are cropped to 3:1; beyond it a bucket loses too much area
 
@@ -52,11 +52,6 @@ class CropPlan:
             self.top + self.bucket.height,
         )
 
-    @property
-    def cropped_share(self) -> float:
-        """Share of the picture's area that is cut away, 0..1."""
-        return 1 - self.bucket.area / (self.scaled_width * self.scaled_height)
-
     def describe(self) -> dict[str, Any]:
         """All that shapes the pixels, as JSON values, for cache keys."""
         return {"scaled": [self.scaled_width, self.scaled_height], "box": list(self.box)}
@@ -92,26 +87,15 @@ def aspect_distance(width: int, height: int, bucket: Bucket) -> Fraction:
     return Fraction(max(across, down), min(across, down))
 
 
-def bucket_of(
-    width: int, height: int, resolution: int, multiple: int, *, may_upscale: bool = True
-) -> Bucket:
-    """The bucket that crops least of a picture of width x height.
+@functools.lru_cache(maxsize=8192)
+def bucket_of(width: int, height: int, resolution: int, multiple: int) -> Bucket:
+    """The bucket that crops least of a picture of width x height; among equals the larger, then the wider.
 
-    may_upscale=False: a picture smaller than the resolution gets the nearest bucket of the largest
-    resolution at which nothing is enlarged.
-    Raises: RecipeError for an impossible resolution; SourceError when the picture is smaller than
-    the smallest bucket and may not be enlarged.
+    Raises: RecipeError for an impossible resolution.
     """
-    bucket = _nearest(width, height, resolution, multiple)
-    if may_upscale or _fits(bucket, width, height):
-        return bucket
-    for smaller in range(resolution // multiple * multiple, multiple - 1, -multiple):
-        bucket = _nearest(width, height, smaller, multiple)
-        if _fits(bucket, width, height):
-            return bucket
-    raise SourceError(
-        f"{width} x {height} px is too small to be cut to a multiple of {multiple} px without "
-        "enlarging it; allow upscaling, or take the picture out"
+    return min(
+        buckets_at(resolution, multiple),
+        key=lambda bucket: (aspect_distance(width, height, bucket), -bucket.area, -bucket.width),
     )
 
 
@@ -131,29 +115,13 @@ def crop_plan(width: int, height: int, bucket: Bucket) -> CropPlan:
 
 
 def plan_crops(
-    sizes: Iterable[tuple[int, int]], resolution: int, multiple: int, *, may_upscale: bool = True
+    sizes: Iterable[tuple[int, int]], resolution: int, multiple: int
 ) -> tuple[CropPlan, ...]:
-    """The crop of each picture, given (width, height) as it is looked at.
+    """The crop of each picture, given (width, height) as it is looked at; smaller ones are enlarged.
 
-    Raises: RecipeError or SourceError as bucket_of does.
+    Raises: RecipeError as bucket_of does.
     """
-    return tuple(
-        crop_plan(w, h, bucket_of(w, h, resolution, multiple, may_upscale=may_upscale))
-        for w, h in sizes
-    )
-
-
-@functools.lru_cache(maxsize=8192)
-def _nearest(width: int, height: int, resolution: int, multiple: int) -> Bucket:
-    """Least cropped; among equals the larger, then the wider."""
-    return min(
-        buckets_at(resolution, multiple),
-        key=lambda bucket: (aspect_distance(width, height, bucket), -bucket.area, -bucket.width),
-    )
-
-
-def _fits(bucket: Bucket, width: int, height: int) -> bool:
-    return bucket.width <= width and bucket.height <= height
+    return tuple(crop_plan(w, h, bucket_of(w, h, resolution, multiple)) for w, h in sizes)
 
 
 def _divide_rounded(dividend: int, divisor: int) -> int:

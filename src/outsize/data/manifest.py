@@ -19,7 +19,6 @@ from pathlib import Path, PurePosixPath
 from outsize.base.errors import SourceError
 from outsize.base.files import json_digest
 from outsize.data import media
-from outsize.data.buckets import CropPlan, plan_crops
 from outsize.data.facts import Size, add_facts, read_facts
 
 PICTURE_EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
@@ -120,27 +119,6 @@ def scan(
     if faults:
         raise SourceError(_list_faults(faults))
     return Manifest(tuple(sets), tuple(pictures), (*warnings, *_duplicates(pictures)))
-
-
-def crops_of(
-    manifest: Manifest, resolution: int, multiple: int, *, may_upscale: bool = True
-) -> tuple[CropPlan, ...]:
-    """The crop of each picture, in the manifest's order.
-
-    Raises: RecipeError for an impossible resolution; SourceError listing every picture that is too
-    small, when pictures may not be enlarged.
-    """
-    crops: list[CropPlan] = []
-    faults: list[str] = []
-    for picture in manifest.pictures:
-        size = (picture.width, picture.height)
-        try:
-            crops += plan_crops([size], resolution, multiple, may_upscale=may_upscale)
-        except SourceError as error:
-            faults.append(f"{picture.path}: {error}")
-    if faults:
-        raise SourceError(_list_faults(faults))
-    return tuple(crops)
 
 
 def with_trigger(caption: str, trigger: str | None) -> str:
