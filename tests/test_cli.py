@@ -291,7 +291,7 @@ def test_train_tells_the_adapter_the_stages_and_the_plan_against_what_was_measur
     for stage in ("cache text_encoder", "cache latents", "load base", "train", "all, and the"):
         assert re.search(rf"^{stage}.* s .*iB$", stages, re.MULTILINE), f"{stage} in {stages}"
     compared = said.text.split("Plan against measured")[1]
-    assert re.search(r"^train .*iB +[\d.]+ .iB +[+-]\d+%$", compared, re.MULTILINE), compared
+    assert re.search(r"^train .*iB +[\d.]+ .iB +[+-]\d+%", compared, re.MULTILINE), compared
     run = folder / "runs" / "run"
     assert said.text.rstrip().endswith(f"completed after step 3 of 3: {run}")
 

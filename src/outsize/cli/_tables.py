@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from outsize.base.units import format_bytes, format_seconds
@@ -12,15 +12,21 @@ if TYPE_CHECKING:
     from outsize.app.stages import Stage
 
 
-def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under a head; the first column is text, the others stand right."""
+def print_table(
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    words: Collection[int] = (0,),
+) -> None:
+    """Print rows under a head. words: the columns that hold words and stand left; the others stand right."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(*head[:1], title=title, title_justify="left")
-        for name in head[1:]:
-            table.add_column(name, justify="right")
+        table = Table(title=title, title_justify="left")
+        for column, name in enumerate(head):
+            table.add_column(name, justify="left" if column in words else "right")
         for row in rows:
             table.add_row(*row)
         Console().print(table)
@@ -28,8 +34,10 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     print(title)
     for row in (head, *rows):
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        cells = [
+            cell.ljust(width) if column in words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         print("  ".join(cells).rstrip())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,6 @@ import typer
 if TYPE_CHECKING:
     from outsize.devices._profile import MachineProfile
     from outsize.plan.plan import Plan
-    from outsize.plan.report import Table
     from outsize.recipes.recipe import Recipe
 
 
@@ -49,17 +47,14 @@ def plan(
 
 
 def print_plan(made: Plan) -> None:
-    """The plan as tables: laid out by rich on a terminal, plain columns elsewhere."""
-    from outsize.plan.report import as_text, headline, sentences, tables
+    """The plan as tables and sentences."""
+    from outsize.cli._tables import print_table
+    from outsize.plan.report import headline, sentences, tables
 
-    is_terminal = sys.stdout.isatty()
     print(headline(made))
     for table in tables(made):
         print()
-        if is_terminal:
-            _print_rich(table)
-        else:
-            print(as_text(table))
+        print_table(table.title, table.heads, table.rows, words=(0, len(table.heads) - 1))
     print()
     for sentence in sentences(made):
         print(sentence)
@@ -75,17 +70,3 @@ def _machine(recipe: Recipe, vram: str | None, ram: str | None, gpu: str | None)
         return here
     sizes = [None if text is None else parse_bytes(text) for text in (vram, ram)]
     return stated(vram_bytes=sizes[0], ram_bytes=sizes[1], gpu=gpu, base=here)
-
-
-def _print_rich(table: Table) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    laid_out = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
-    last = len(table.heads) - 1
-    for column, head in enumerate(table.heads):
-        laid_out.add_column(head, justify="left" if column in {0, last} else "right")
-    for row in table.rows:
-        laid_out.add_row(*row)
-    Console().print(laid_out)

@@ -63,8 +63,8 @@ def say_plan(site: Site) -> None:
 def print_comparison(site: Site) -> None:
     """The plan beside what was measured, stage by stage."""
     from outsize.app.stages import measured
-    from outsize.base.units import format_bytes
     from outsize.cli._tables import print_table
+    from outsize.plan.report import comparison_table
 
     rows = site.plan.compare(measured(site.stages.finished, site.device))
     for row in rows:
@@ -72,20 +72,8 @@ def print_comparison(site: Site) -> None:
             "plan_compared", stage=row.stage, pool=row.pool, planned=row.planned_bytes,
             measured=row.measured_bytes,
         )  # fmt: skip
-    print_table(
-        "Plan against measured",
-        ("stage", "memory", "planned", "measured", "off"),
-        [
-            (
-                row.stage,
-                row.pool,
-                format_bytes(row.planned_bytes),
-                format_bytes(row.measured_bytes),
-                f"{row.off:+.0%}",
-            )
-            for row in rows
-        ],
-    )
+    table = comparison_table(rows)
+    print_table(table.title, table.heads, table.rows, words=(0, len(table.heads) - 1))
 
 
 def show_step(site: Site, report: StepReport) -> None:

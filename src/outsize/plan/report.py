@@ -1,4 +1,4 @@
-"""A plan for people: rows of text, without a library of tables, so that every front end can lay them out."""
+"""A plan for people: rows of text, which the front end lays out."""
 
 from __future__ import annotations
 
@@ -79,32 +79,20 @@ def sentences(plan: Plan) -> Iterator[str]:
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Table:
-    """Estimates beside measurements."""
+    """Estimates beside measurements; what is further off than an estimate may be is marked."""
     cells = tuple(
         (
             row.stage,
+            row.pool,
             format_bytes(row.planned_bytes),
             format_bytes(row.measured_bytes),
-            f"{row.off:+.0%}" + ("" if row.is_within_tolerance else ", off"),
+            f"{row.off:+.0%}",
+            "" if row.is_within_tolerance else "beyond tolerance",
         )
         for row in rows
     )
-    return Table("planned and measured", ("stage", "planned", "measured", "difference"), cells)
-
-
-def as_text(table: Table) -> str:
-    """A table in plain columns."""
-    lines = [table.heads, *table.rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(table.heads))]
-    last = len(widths) - 1
-    text = [f"{table.title}:"]
-    for line in lines:
-        cells = [
-            cell.ljust(widths[i]) if i in {0, last} else cell.rjust(widths[i])
-            for i, cell in enumerate(line)
-        ]
-        text.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(text)
+    heads = ("stage", "memory", "planned", "measured", "off", "")
+    return Table("Plan against measured", heads, cells)
 
 
 def _size(num_bytes: int) -> str:
