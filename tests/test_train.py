@@ -24,8 +24,11 @@ from run_support import (
 )
 from tiny import write_tiny
 
+from outsize.app.encode import build_corpus
+from outsize.app.train import train
 from outsize.base.errors import NotFinite, RecipeError
 from outsize.base.journal import read_journal
+from outsize.data import media
 
 FAMILY_NAMES = ("flux1", "flux2")
 FORMATS: tuple[Any, ...] = (
@@ -229,21 +232,20 @@ def test_roles_that_match_nothing_are_refused_by_the_plan(
         train_here(recipe)
 
 
-def test_the_second_start_opens_neither_text_encoder_nor_codec(
-    models: dict[str, Path], tmp_path: Path
+def test_the_second_start_opens_no_encoder_and_decodes_no_picture(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = write_recipe(tmp_path, model=models["flux2"])
     train_here(recipe)
     again = write_recipe(tmp_path, model=models["flux2"], name="again")
+    monkeypatch.setattr(media, "inspect", lambda _content: pytest.fail("a picture was decoded"))
     with site_of(again) as (site, run):
-        from outsize.app.train import train
-
         train(site, run, lambda _report: None)
         loaded = [one.name for one in site.stages.finished if one.name.startswith("load")]
     assert loaded == ["load base"]
 
 
-def test_regularisation_pictures_are_drawn_by_their_share(
+def test_regularisation_pictures_are_drawn_by_their_share_and_weighed(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     write_pictures(tmp_path / "others", 4)
@@ -251,8 +253,11 @@ def test_regularisation_pictures_are_drawn_by_their_share(
         {"folder": "pictures"},
         {"folder": "others", "is_regularisation": True, "share": 0.25, "loss_weight": 0.5},
     ]
-    recipe = write_recipe(
-        tmp_path, model=models["flux2"], data={"sets": sets, "resolution": 32}, train={"steps": 2}
-    )
-    trained, _ = train_here(recipe)
-    assert trained.step == 2
+    recipe = write_recipe(tmp_path, model=models["flux2"], data={"sets": sets, "resolution": 32})
+    with site_of(recipe) as (site, _):
+        corpus = build_corpus(site)
+    others = [Path(*corpus.pictures_of(step)).parent.name == "others" for step in range(40)]
+    assert sum(others) == 10
+    for step in (others.index(True), others.index(False)):
+        (weight,) = corpus.batch(step, 0).loss_weight_B.tolist()
+        assert weight == (0.5 if others[step] else 1.0)

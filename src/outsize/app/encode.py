@@ -92,7 +92,7 @@ def scan_pictures(site: Site) -> Manifest:
         )
         for one in site.recipe.data.sets
     ]
-    manifest = scan(sets)
+    manifest = scan(sets, facts_file=site.stores.cache_folder / "pictures.json")
     for warning in manifest.warnings:
         site.progress.say(f"warning: {warning}")
         site.journal.write("warning", what=warning)
