@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accuracy import measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -22,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from outsize.base.errors import FormatError, RecipeError
 from outsize.base.parts import part_key
 from outsize.formats import _slabs
-from outsize.formats._accuracy import measure
 from outsize.formats.protocol import FORMATS, Format, make_format
 
 
