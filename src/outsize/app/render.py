@@ -175,12 +175,7 @@ def _latents(
             site, model, [conditions[shot.prompt] for shot in batch],
             conditions.get("", {}), settings,
         )  # fmt: skip
-        clean = integrate(
-            predict,
-            noise,
-            sigmas,
-            compute=compute,
-        )
+        clean = integrate(predict, noise, sigmas, compute=compute)
         latents += list(clean.cpu())
         site.progress.advance("sample", len(latents), len(shots), "pictures")
     return latents

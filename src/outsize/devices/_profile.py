@@ -51,7 +51,6 @@ class MachineProfile:
     os: str
     is_unified: bool = False
     is_stated: bool = False
-    num_gpus: int = 0
 
     @property
     def has_gpu(self) -> bool:
@@ -71,8 +70,7 @@ def read_machine(cache: Path | None = None) -> MachineProfile:
     ram_bytes, available_bytes = within_cgroup(
         memory.total, memory.available, Path("/sys/fs/cgroup")
     )
-    gpus = find_gpus()
-    gpu = visible_gpu(gpus, os.environ)
+    gpu = visible_gpu(find_gpus(), os.environ)
     is_unified = platform.system() == "Darwin" or (gpu is not None and gpu.total_bytes is None)
     vram = None if gpu is None else (gpu.total_bytes or ram_bytes)
     free = None if gpu is None else (available_bytes if gpu.free_bytes is None else gpu.free_bytes)
@@ -86,7 +84,6 @@ def read_machine(cache: Path | None = None) -> MachineProfile:
         num_cores=_num_cores(),
         os=platform.system(),
         is_unified=is_unified,
-        num_gpus=len(gpus),
     )
 
 
@@ -118,7 +115,6 @@ def stated(
         os=base.os,
         is_unified=base.is_unified and vram_bytes is None,
         is_stated=True,
-        num_gpus=0 if vram is None else 1,
     )
 
 

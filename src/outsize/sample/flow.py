@@ -40,7 +40,6 @@ def integrate(
     sigmas: Sequence[float],
     *,
     compute: torch.dtype,
-    before_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Clean latents, fp32: x moves by (sigma' - sigma) x velocity for each pair of neighbours in `sigmas`.
 
@@ -48,7 +47,6 @@ def integrate(
     """
     x = noise_BCHW.float()
     for sigma, following in itertools.pairwise(sigmas):
-        before_step()
         sigma_B = torch.full((x.shape[0],), sigma, dtype=torch.float32, device=x.device)
         velocity = predict(x.to(compute), sigma_B).float()
         x = x + (following - sigma) * velocity

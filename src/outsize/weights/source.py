@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from outsize.base.errors import SourceError
@@ -112,12 +111,7 @@ class Source:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read(self, path: Path, offset: int, target: memoryview) -> None:
