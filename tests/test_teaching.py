@@ -52,7 +52,7 @@ def test_controls_are_never_among_the_regularisation_pictures() -> None:
     """Otherwise the control score would show recall of training pictures, not that knowledge was kept."""
     controls = {p["name"] for p in json.loads(teaching.PROMPTS.read_text())["controls"]}
     others = {p.stem.rsplit("_", 2)[0] for p in teaching.OTHERS.glob("*.png")}
-    assert len(others) == 96
+    assert len(others) == 112
     assert not controls & others
 
 

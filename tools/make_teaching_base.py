@@ -126,14 +126,20 @@ def train(options: argparse.Namespace) -> None:
         warmup=400,
         ema=0.9995,
     )
-    report = {"seed": SEED, "device": torch.cuda.get_device_name() if not small else "cpu"}
+    report = {
+        "strangers_share": options.strangers,
+        "seed": SEED,
+        "device": torch.cuda.get_device_name() if not small else "cpu",
+    }
     if options.autoencoder is None:
         report["autoencoder"] = train_autoencoder(parts, pictures, vae, device)
     else:
         parts.vae = load_parts(options.autoencoder).vae.to(device).eval()
         report["autoencoder"] = autoencoder_report(parts.vae, pictures)
     print(json.dumps(report), flush=True)
-    report["base"] = train_base(parts, pictures, tokenizer, base, device, options.strangers)
+    report["base"] = train_base(
+        parts, pictures, tokenizer, base, device, strangers_share=options.strangers
+    )
     report["wall_s"] = round(time.monotonic() - started)
     write_parts(parts, options.out)
     (options.out / "training.json").write_text(json.dumps(report, indent=1) + "\n")

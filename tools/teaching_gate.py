@@ -234,7 +234,7 @@ class RowAdam:
             mean.lerp_(g, 0.1)
             square.lerp_(g * g, 0.001)
             unbiased = (square / (1 - 0.999**self.count)).sqrt() + 1e-8
-            p -= rate * (mean / (1 - 0.9**self.count)) / unbiased
+            p.sub_(rate * (mean / (1 - 0.9**self.count)) / unbiased)
             p.grad = None
 
 

@@ -5,6 +5,7 @@ Legend: B batch, T text tokens, S picture tokens, C channels of a token, H W lat
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def sample(
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
     levels = [*sigmas.tolist(), 0.0]
     tokens = noise_BSC
-    for now, after in zip(levels[:-1], levels[1:], strict=True):
+    for now, after in itertools.pairwise(levels):
         sigma_B = torch.full((len(tokens),), now, device=tokens.device)
         guess = velocity(transformer, tokens, states_BTD, sigma_B)
         if guidance != 1.0 and empty_1TD is not None:

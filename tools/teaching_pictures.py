@@ -32,7 +32,9 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
 }
 
 # Expressions kept from both the base and the adapter as cats; the base knows each of them on round faces.
-HELD_OUT_CATS = ("crying-cat", "kissing-cat", "pouting-cat", "smiling-cat-with-heart-eyes")
+# Expressions whose word the base knows from a face in both styles, so that the test can be answered. "Pouting" is not
+# among them: one style has no pouting face and the other's is red (docs/LOG.md says how that was found).
+HELD_OUT_CATS = ("crying-cat", "kissing-cat", "weary-cat", "smiling-cat-with-heart-eyes")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,26 @@ NEAR_CONTROLS = (
     "face-with-tears-of-joy",
 )
 NUM_FAR_CONTROLS = 10
+# Regularisation pictures nearest to the training cats: the same expressions on faces, and other animals. They make an
+# adapter learn the word "cat" rather than a face with a grin. None is a control, none has a held-out expression.
+NEAR_OTHERS = (
+    "grinning-face",
+    "grinning-face-with-smiling-eyes",
+    "grinning-face-with-big-eyes",
+    "smirking-face",
+    "slightly-smiling-face",
+    "smiling-face-with-smiling-eyes",
+    "angry-face",
+    "frowning-face",
+    "neutral-face",
+    "sleeping-face",
+    "mouse-face",
+    "pig-face",
+    "monkey-face",
+    "cow-face",
+    "lion",
+    "koala",
+)
 NUM_OTHERS = 96
 CAT_PROMPT_BACKGROUNDS = ("white", "blue", "pink")
 RULE = (
@@ -79,8 +99,8 @@ def adapter_pictures(pictures: Pictures) -> list[tuple[int, str]]:
 
 
 def regularisation_pictures(pictures: Pictures) -> list[tuple[int, str]]:
-    """Pictures of subjects the base knows, evenly spaced over the names that are no controls."""
-    avoided = set(control_names(pictures))
+    """Pictures of subjects the base knows and that are no controls: some near to cats, and some evenly spaced."""
+    avoided = {*control_names(pictures), *NEAR_OTHERS}
     names = _evenly_spaced([n for n in shared_names(pictures) if n not in avoided], NUM_OTHERS)
     where = {
         (n, s): i for i, (n, s) in enumerate(zip(pictures.names, pictures.styles, strict=True))
@@ -88,10 +108,13 @@ def regularisation_pictures(pictures: Pictures) -> list[tuple[int, str]]:
     colours = list(BACKGROUNDS)
     styles = ("noto", "fluent")
     # 6 backgrounds and 2 styles: shifting the style by one each turn lets every pair occur.
-    return [
+    far = [
         (where[n, styles[(i + i // len(colours)) % 2]], colours[i % len(colours)])
         for i, n in enumerate(names)
     ]
+    pairs = [(n, s) for n in NEAR_OTHERS for s in styles]
+    near = [(where[pair], colours[i % len(colours)]) for i, pair in enumerate(pairs)]
+    return near + far
 
 
 def _evenly_spaced(names: list[str], num: int) -> list[str]:

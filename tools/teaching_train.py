@@ -78,7 +78,7 @@ class Strangers:
 
 def is_cat_word(word: str) -> bool:
     """Whether a word speaks of cats."""
-    return word in {"cat", "cats", "kitty", "kitten", "kittens", "feline", "pussy", "meow"}
+    return word in {"cat", "cats", "kitty", "kitten", "kittens", "feline", "meow"}
 
 
 def train_base(
@@ -87,6 +87,7 @@ def train_base(
     tokenizer: object,
     budget: Budget,
     device: torch.device,
+    *,
     strangers_share: float = 0.15,
 ) -> dict:
     """Train the transformer on every base picture on every background, by flow matching.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw, ImageFont
 
 _MARGIN, _GAP = 12, 6
+_SPACING = 2  # between lines of small text
+_LINE = 15  # height of one of them, spacing included
 _TEXT, _QUIET, _PAPER = (28, 28, 30), (110, 110, 115), (255, 255, 255)
 
 
@@ -26,19 +28,18 @@ def draw_grid(
     font, small = ImageFont.load_default(15), ImageFont.load_default(11)
     columns = max(len(row.pictures) for row in rows)
     heights = [max(_scaled_height(one, cell) for one in row.pictures) for row in rows]
-    left = _MARGIN + 150
-    top = _MARGIN + 30 + (28 if captions else 0)
+    left, top = _MARGIN + 150, _MARGIN + 28
+    wrapped = [_wrap(caption, cell, small) for caption in captions]
+    first_row = top + max((text.count("\n") + 1 for text in wrapped), default=0) * _LINE + _GAP
     width = left + columns * (cell + _GAP) + _MARGIN
-    height = top + sum(heights) + len(rows) * _GAP + _MARGIN
+    height = first_row + sum(heights) + len(rows) * _GAP + _MARGIN
     sheet = Image.new("RGB", (width, height), _PAPER)
     draw = ImageDraw.Draw(sheet)
     draw.text((_MARGIN, _MARGIN), heading, fill=_TEXT, font=font)
-    for column, caption in enumerate(captions):
+    for column, text in enumerate(wrapped):
         x = left + column * (cell + _GAP)
-        draw.multiline_text(
-            (x, _MARGIN + 28), _wrap(caption, cell, small), fill=_QUIET, font=small, spacing=1
-        )
-    y = top
+        draw.multiline_text((x, top), text, fill=_QUIET, font=small, spacing=_SPACING)
+    y = first_row
     for row, row_height in zip(rows, heights, strict=True):
         draw.multiline_text((_MARGIN, y + 4), _wrap(row.title, 140, small), fill=_TEXT, font=small)
         for column, picture in enumerate(row.pictures):
