@@ -15,7 +15,7 @@ from engine_support import TinyBase
 from PIL import Image
 from run_support import adapter_of, site_of, train_here, write_recipe
 from safetensors.torch import save_file
-from tiny import write_tiny
+from tiny import scheduler_config, write_tiny
 from torch import Tensor
 
 from outsize.app import render
@@ -255,11 +255,8 @@ def _pipeline(site: Site, family: str, variant: str) -> Any:
     """Diffusers' own pipeline around upstream's transformer and codec; embeddings are given to it."""
     import diffusers
 
-    base = site.parts["base"]
     given: dict[str, Any] = {
-        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
-            **base.family.scheduler_config(variant)
-        ),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(**scheduler_config(family, variant)),
         "vae": _twin(site, "vae"),
         "text_encoder": None,
         "tokenizer": None,

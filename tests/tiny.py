@@ -78,11 +78,23 @@ def write_tiny(
     _write_config(
         path / "scheduler",
         "FlowMatchEulerDiscreteScheduler",
-        base.scheduler_config(variant),
+        scheduler_config(family, variant),
         name="scheduler_config.json",
     )
     _write_index(base, family, variant, path)
     return path
+
+
+def scheduler_config(family: str, variant: str) -> dict[str, Any]:
+    """What the published scheduler_config.json says; the other values are diffusers' defaults."""
+    is_shifted = variant not in {"schnell", "teaching"}
+    config: dict[str, Any] = {
+        "num_train_timesteps": 1000,
+        "shift": 3.0 if is_shifted else 1.0,
+        "use_dynamic_shifting": is_shifted,
+    }
+    line = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256}
+    return config | line | {"max_image_seq_len": 4096} if family == "flux1" else config
 
 
 def write_tiny_component(

@@ -118,6 +118,7 @@ class Pebble:
 
     variants = ("tiny",)
     objective = "flow_matching"
+    folder = "transformer"
 
     def table(self, variant: str) -> ShapeTable:  # noqa: ARG002 - one size
         return TABLE
@@ -136,9 +137,6 @@ class Pebble:
 
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
         model.waves = _waves(device)
-
-    def original_folder(self, slot: str) -> str:  # noqa: ARG002
-        return "transformer"
 
     def components(self, variant: str) -> tuple[Component, ...]:
         return (

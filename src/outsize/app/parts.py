@@ -66,7 +66,7 @@ def parts_of(recipe: Recipe) -> dict[str, Part]:
         family=family,
         source=recipe.base.source,
         revision=recipe.base.revision,
-        folder=family.original_folder(BASE),
+        folder=family.folder,
         tokenizer=None,
         packing=assign(family.table(variant), _format(recipe.base.format), make_format("plain")),
     )
@@ -93,7 +93,7 @@ def _component_part(recipe: Recipe, component: Component) -> Part:
         family=family,
         source=choice.source or recipe.base.source,
         revision=choice.revision if own_source else recipe.base.revision,
-        folder=family.original_folder(component.slot),
+        folder=component.slot,
         tokenizer=component.tokenizer,
         packing=assign(family.table(component.variant), chosen, plain),
     )

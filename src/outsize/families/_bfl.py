@@ -1,4 +1,4 @@
-"""Rules for Black Forest Labs' own single files: what Flux.1 and Flux.2 name alike.
+"""What Flux.1 and Flux.2 share: the numbering of their blocks, and rules for Black Forest Labs' own single files.
 
 Their files fuse query, key and value into one matrix, call the scale of a query's norm `query_norm.scale`, and hold
 shift before scale in the last modulation, where diffusers' classes expect scale before shift.
@@ -7,14 +7,66 @@ shift before scale in the last modulation, where diffusers' classes expect scale
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from outsize.base.layout import Rule
+from outsize.families._specs import Specs, within
 
 # ComfyUI's checkpoints keep the model below this path; BFL's own files have no prefix.
 PREFIXES = ("", "model.diffusion_model.")
 
 DOUBLE = ("transformer_blocks.{i}", "double_blocks.{i}")
 SINGLE = ("single_transformer_blocks.{i}", "single_blocks.{i}")
+
+
+class Dimensions(Protocol):
+    """What shapes depend on."""
+
+    @property
+    def width(self) -> int:
+        """Width of the streams."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+
+    @property
+    def num_double(self) -> int:
+        """Double blocks."""
+
+    @property
+    def num_single(self) -> int:
+        """Single blocks."""
+
+    @property
+    def joint_width(self) -> int:
+        """Width of a text embedding."""
+
+    @property
+    def in_channels(self) -> int:
+        """Channels of a token."""
+
+    @property
+    def has_guidance(self) -> bool:
+        """Whether guidance is embedded."""
+
+
+def block_paths(row: Dimensions) -> tuple[str, ...]:
+    """Module paths: double blocks are numbered first, then single ones."""
+    return (
+        *(DOUBLE[0].format(i=i) for i in range(row.num_double)),
+        *(SINGLE[0].format(i=i) for i in range(row.num_single)),
+    )
+
+
+def block_specs(row: Dimensions, double: Specs, single: Specs) -> Specs:
+    """Every tensor of all blocks, given those of one of each kind."""
+    each = [double] * row.num_double + [single] * row.num_single
+    return tuple(
+        spec
+        for block, (path, specs) in enumerate(zip(block_paths(row), each, strict=True))
+        for spec in within(path, specs, block=block)
+    )
 
 
 def modules(

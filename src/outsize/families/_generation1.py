@@ -7,43 +7,15 @@ from typing import Protocol
 from outsize.base.layout import Layout, Rule
 from outsize.base.table import ShapeTable
 from outsize.families import _bfl
-from outsize.families._specs import Specs, linear, norm, within
+from outsize.families._specs import Specs, linear, norm
 
 
-class Dimensions(Protocol):
-    """What shapes depend on."""
-
-    @property
-    def width(self) -> int:
-        """Width of the streams."""
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-
-    @property
-    def num_double(self) -> int:
-        """Double blocks."""
-
-    @property
-    def num_single(self) -> int:
-        """Single blocks."""
-
-    @property
-    def joint_width(self) -> int:
-        """Width of a token's embedding."""
+class Dimensions(_bfl.Dimensions, Protocol):
+    """What shapes of this generation depend on."""
 
     @property
     def pooled_width(self) -> int:
         """Width of a caption's one vector."""
-
-    @property
-    def in_channels(self) -> int:
-        """Channels of a token."""
-
-    @property
-    def has_guidance(self) -> bool:
-        """Whether guidance is embedded."""
 
 
 _LEAVES = ("weight", "bias")
@@ -109,18 +81,7 @@ def shape_table(row: Dimensions) -> ShapeTable:
     return ShapeTable(
         (
             *_embedders(row),
-            *(
-                spec
-                for i in range(row.num_double)
-                for spec in within(f"transformer_blocks.{i}", double, block=i)
-            ),
-            *(
-                spec
-                for i in range(row.num_single)
-                for spec in within(
-                    f"single_transformer_blocks.{i}", single, block=row.num_double + i
-                )
-            ),
+            *_bfl.block_specs(row, double, single),
             *linear("norm_out.linear", 2 * width, width, "modulation", has_bias=True),
             *linear("proj_out", row.in_channels, width, "head", has_bias=True),
         )

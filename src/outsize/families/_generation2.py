@@ -2,45 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.families import _bfl
-from outsize.families._specs import Specs, linear, norm, within
-
-
-class Dimensions(Protocol):
-    """What shapes depend on."""
-
-    @property
-    def width(self) -> int:
-        """Width of the streams."""
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-
-    @property
-    def num_double(self) -> int:
-        """Double blocks."""
-
-    @property
-    def num_single(self) -> int:
-        """Single blocks."""
-
-    @property
-    def joint_width(self) -> int:
-        """Width of a text embedding."""
-
-    @property
-    def in_channels(self) -> int:
-        """Channels of a token."""
-
-    @property
-    def has_guidance(self) -> bool:
-        """Whether guidance is embedded."""
-
+from outsize.families._specs import Specs, linear, norm
 
 _WEIGHT = ("weight",)
 
@@ -82,31 +47,20 @@ SINGLE_FILE = Layout(
 )
 
 
-def shape_table(row: Dimensions) -> ShapeTable:
+def shape_table(row: _bfl.Dimensions) -> ShapeTable:
     """Every tensor; double blocks are numbered first, then single ones."""
     double, single = _double_block(row), _single_block(row)
     return ShapeTable(
         (
             *_embedders(row),
-            *(
-                spec
-                for i in range(row.num_double)
-                for spec in within(f"transformer_blocks.{i}", double, block=i)
-            ),
-            *(
-                spec
-                for i in range(row.num_single)
-                for spec in within(
-                    f"single_transformer_blocks.{i}", single, block=row.num_double + i
-                )
-            ),
+            *_bfl.block_specs(row, double, single),
             *linear("norm_out.linear", 2 * row.width, row.width, "modulation"),
             *linear("proj_out", row.in_channels, row.width, "head"),
         )
     )
 
 
-def _double_block(row: Dimensions) -> Specs:
+def _double_block(row: _bfl.Dimensions) -> Specs:
     width, inner = row.width, 3 * row.width
 
     def projections(names: tuple[str, ...]) -> Specs:
@@ -128,7 +82,7 @@ def _double_block(row: Dimensions) -> Specs:
     )
 
 
-def _single_block(row: Dimensions) -> Specs:
+def _single_block(row: _bfl.Dimensions) -> Specs:
     width, inner = row.width, 3 * row.width
     return (
         *linear("attn.to_qkv_mlp_proj", 3 * width + 2 * inner, width, "attention"),
@@ -138,7 +92,7 @@ def _single_block(row: Dimensions) -> Specs:
     )
 
 
-def _embedders(row: Dimensions) -> Specs:
+def _embedders(row: _bfl.Dimensions) -> Specs:
     width = row.width
     embedders = ("timestep_embedder", "guidance_embedder")[: 2 if row.has_guidance else 1]
     return (

@@ -41,6 +41,21 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
+def token_ids(folder: Path, texts: Sequence[str], max_length: int) -> dict[str, Tensor]:
+    """{"input_ids": (B, max_length)}: padded and cut, without a mask.
+
+    Raises: SourceError as load_tokenizer.
+    """
+    batch = load_tokenizer(folder)(
+        list(texts),
+        padding="max_length",
+        max_length=max_length,
+        truncation=True,
+        return_tensors="pt",
+    )
+    return {"input_ids": batch["input_ids"]}
+
+
 def chat_tokenizer(folder: Path) -> Any:
     """A tokenizer that has a chat template.
 
@@ -122,10 +137,6 @@ class DecoderText:
         """The layers."""
         row = row_of(self.name, self.rows, variant)
         return tuple(f"layers.{i}" for i in range(row.num_read_layers))
-
-    def original_folder(self, slot: str) -> str:
-        """Sub-folder in a diffusers repository."""
-        return slot
 
     def config(self, variant: str) -> dict[str, Any]:
         """What upstream's config.json says of the whole decoder."""

@@ -59,10 +59,6 @@ class AutoencoderKl:
         row_of("autoencoder_kl", VARIANTS, variant)
         return ()
 
-    def original_folder(self, slot: str) -> str:
-        """Sub-folder in a diffusers repository."""
-        return slot
-
     def config(self, variant: str) -> dict[str, Any]:
         """What upstream's config.json says."""
         return row_of("autoencoder_kl", VARIANTS, variant).config() | {

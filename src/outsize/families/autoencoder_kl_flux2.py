@@ -85,10 +85,6 @@ class AutoencoderKlFlux2:
         row_of("autoencoder_kl_flux2", VARIANTS, variant)
         return ()
 
-    def original_folder(self, slot: str) -> str:
-        """Sub-folder in a diffusers repository."""
-        return slot
-
     def config(self, variant: str) -> dict[str, Any]:
         """What upstream's config.json says."""
         return row_of("autoencoder_kl_flux2", VARIANTS, variant).config() | {

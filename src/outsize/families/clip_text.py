@@ -11,7 +11,7 @@ from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.families._build import build_on_meta, row_of
 from outsize.families._specs import Specs, embedding, linear, norm, within
-from outsize.families._text import load_tokenizer
+from outsize.families._text import token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -90,10 +90,6 @@ class ClipText:
         row = row_of("clip_text", VARIANTS, variant)
         return tuple(f"encoder.layers.{i}" for i in range(row.num_layers))
 
-    def original_folder(self, slot: str) -> str:
-        """Sub-folder in a diffusers repository."""
-        return slot
-
     def config(self, variant: str) -> dict[str, Any]:
         """What upstream's config.json says."""
         row = row_of("clip_text", VARIANTS, variant)
@@ -129,15 +125,7 @@ class ClipText:
 
     def tokenize(self, variant: str, tokenizer: Path, texts: Sequence[str]) -> dict[str, Tensor]:
         """input_ids (B, T), padded and cut to the number of positions."""
-        row = row_of("clip_text", VARIANTS, variant)
-        batch = load_tokenizer(tokenizer)(
-            list(texts),
-            padding="max_length",
-            max_length=row.max_length,
-            truncation=True,
-            return_tensors="pt",
-        )
-        return {"input_ids": batch["input_ids"]}
+        return token_ids(tokenizer, texts, row_of("clip_text", VARIANTS, variant).max_length)
 
     def encode(
         self, variant: str, model: nn.Module, tokens: Mapping[str, Tensor]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
+from outsize.families._bfl import block_paths
 from outsize.families._build import build_on_meta, row_of
 from outsize.families._flow import check_guidance, exact_time, flow_sigmas
 from outsize.families._generation1 import SINGLE_FILE, shape_table
@@ -128,6 +129,11 @@ class Flux1:
         """Rectified flow."""
         return "flow_matching"
 
+    @property
+    def folder(self) -> str:
+        """Sub-folder in a diffusers repository."""
+        return "transformer"
+
     def table(self, variant: str) -> ShapeTable:
         """Every tensor; double blocks are numbered first, then single ones."""
         return shape_table(row_of("flux1", VARIANTS, variant))
@@ -139,15 +145,7 @@ class Flux1:
 
     def block_paths(self, variant: str) -> tuple[str, ...]:
         """Double blocks, then single ones."""
-        row = row_of("flux1", VARIANTS, variant)
-        return (
-            *(f"transformer_blocks.{i}" for i in range(row.num_double)),
-            *(f"single_transformer_blocks.{i}" for i in range(row.num_single)),
-        )
-
-    def original_folder(self, slot: str) -> str:  # noqa: ARG002 - a base has one place
-        """Sub-folder in a diffusers repository."""
-        return "transformer"
+        return block_paths(row_of("flux1", VARIANTS, variant))
 
     def config(self, variant: str) -> dict[str, Any]:
         """What upstream's config.json says of this variant."""
@@ -234,19 +232,6 @@ class Flux1:
         """Steps and guidance of the model card."""
         row = row_of("flux1", VARIANTS, variant)
         return {"num_steps": row.num_steps, "guidance": row.guidance, "is_true_cfg": False}
-
-    def scheduler_config(self, variant: str) -> dict[str, Any]:
-        """What upstream's scheduler_config.json says."""
-        row = row_of("flux1", VARIANTS, variant)
-        return {
-            "num_train_timesteps": 1000,
-            "shift": 3.0 if row.is_shifted else 1.0,
-            "use_dynamic_shifting": row.is_shifted,
-            "base_shift": 0.5,
-            "max_shift": 1.15,
-            "base_image_seq_len": 256,
-            "max_image_seq_len": 4096,
-        }
 
     def sigmas(self, variant: str, num_steps: int, num_tokens: int) -> list[float]:
         """linspace(1, 1/n, n), shifted for dev, then 0."""

@@ -66,9 +66,6 @@ class ModelFamily(Protocol):
         Meta tensors may be left only where the table names them.
         """
 
-    def original_folder(self, slot: str) -> str:
-        """Sub-folder of a diffusers repository that holds this model's files ("transformer", "vae", ...)."""
-
 
 class TextEncoder(ModelFamily, Protocol):
     """Captions -> embeddings."""
@@ -104,6 +101,10 @@ class BaseFamily(ModelFamily, Protocol):
     @property
     def objective(self) -> str:
         """Name of the objective plug-in it is trained with."""
+
+    @property
+    def folder(self) -> str:
+        """Its sub-folder in a diffusers repository, where conditioners lie in one named by their slot."""
 
     def components(self, variant: str) -> tuple[Component, ...]:
         """Its conditioners, in the order in which they are used."""
