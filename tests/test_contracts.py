@@ -44,9 +44,11 @@ NAME_EXCEPTIONS = (
     ("families/*", "families/*", "siblings name each other as components: encoders and codecs"),
     ("families/*", "dialects/diffusers.py", "the layout of that library's folders bears its name"),
     # `plain` is the absence of a format: what is not packed is held in it, whatever packs the rest
-    ("app/parts.py", "formats/plain.py", "norms and embeddings beside packed matrices"),
-    ("recipes/recipe.py", "formats/plain.py", "image codecs, unless the recipe says otherwise"),
-    ("plan/sizes.py", "formats/plain.py", "the same, to be counted"),
+    (
+        "recipes/recipe.py",
+        "formats/plain.py",
+        "what is not packed; codecs, unless it says otherwise",
+    ),
     ("plan/draft.py", "placement/*", "what a recipe gets that leaves the placement at auto"),
     # defaults, each stated once, where the person who leaves the choice open will look
     ("recipes/recipe.py", "formats/nf4.py", "the default of a recipe that names no format"),

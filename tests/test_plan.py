@@ -39,7 +39,7 @@ from outsize.plan.report import comparison_table, headline, sentences, tables
 from outsize.plan.sizes import adapter_elements, model_sizes, sizes_of, stream_width, token_traffic
 from outsize.plan.work import state_bytes, work_of
 from outsize.recipes.load import load_recipe
-from outsize.recipes.recipe import FormatChoice, Recipe
+from outsize.recipes.recipe import FormatChoice, Recipe, rest_format
 
 GIB = 2**30
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
@@ -166,7 +166,7 @@ def test_packed_blocks_of_real_bases_have_the_known_sizes(
 ) -> None:
     """Parameters of upstream's blocks, counted on meta, times 4.5 bits."""
     family, _, variant = base.partition(".")
-    sizes = model_sizes(family, variant, FormatChoice(name="nf4"))
+    sizes = model_sizes(family, variant, FormatChoice(name="nf4"), rest_format("base"))
     assert sizes.packed_bytes / GIB == pytest.approx(packed_gib, abs=0.01)
     assert {block.width for block in sizes.blocks} == widths
 

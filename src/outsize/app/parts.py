@@ -9,10 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from outsize.base.errors import RecipeError
-from outsize.families.protocol import FAMILIES, BaseFamily, Component, ImageCodec, TextEncoder
+from outsize.families.protocol import (
+    FAMILIES,
+    BaseFamily,
+    Component,
+    ImageCodec,
+    ModelFamily,
+    TextEncoder,
+)
 from outsize.formats._packing import Packing, assign
-from outsize.formats.protocol import Format, make_format
+from outsize.formats.protocol import make_format
+from outsize.plan.names import base_family, check_names
+from outsize.recipes.recipe import rest_format
 
 if TYPE_CHECKING:
     from outsize.recipes.recipe import ComponentChoice, FormatChoice, Recipe
@@ -43,21 +51,10 @@ class Part:
 def parts_of(recipe: Recipe) -> dict[str, Part]:
     """All models of a recipe by slot, the base first.
 
-    Raises: RecipeError for names that no plug-in has, and for slots that the family does not know.
+    Raises: RecipeError that lists every name that no plug-in has.
     """
-    family: BaseFamily = FAMILIES.load(recipe.base.family)
-    variant = recipe.base.variant
-    if variant not in family.variants:
-        raise RecipeError(
-            f"{recipe.base.family} has no variant {variant!r}; it has {', '.join(family.variants)}"
-        )
-    components = family.components(variant)
-    unknown = sorted(set(recipe.base.components) - {one.slot for one in components})
-    if unknown:
-        raise RecipeError(
-            f"base.components names {', '.join(unknown)}, but {recipe.base.family} {variant} has "
-            f"{', '.join(one.slot for one in components)}"
-        )
+    check_names(recipe)
+    family, variant = base_family(recipe.base.family), recipe.base.variant
     base = Part(
         slot=BASE,
         kind="base",
@@ -68,9 +65,10 @@ def parts_of(recipe: Recipe) -> dict[str, Part]:
         revision=recipe.base.revision,
         folder=family.folder,
         tokenizer=None,
-        packing=assign(family.table(variant), _format(recipe.base.format), make_format("plain")),
+        packing=_packing(family, variant, recipe.base.format, "base"),
     )
-    return {BASE: base} | {one.slot: _component_part(recipe, one) for one in components}
+    conditioners = (_component_part(recipe, one) for one in family.components(variant))
+    return {BASE: base} | {part.slot: part for part in conditioners}
 
 
 def of_kind(parts: dict[str, Part], kind: Kind) -> Iterator[Part]:
@@ -81,9 +79,7 @@ def of_kind(parts: dict[str, Part], kind: Kind) -> Iterator[Part]:
 def _component_part(recipe: Recipe, component: Component) -> Part:
     family: TextEncoder | ImageCodec = FAMILIES.load(component.family)
     choice: ComponentChoice = recipe.base.component(component.slot)
-    chosen = _format(recipe.base.component_format(component.slot, component.kind))
-    # a codec is small and its convolutions decide the colours: it keeps the precision of its file
-    plain = make_format("plain", {"dtype": "fp32" if component.kind == "image" else "bf16"})
+    chosen = recipe.base.component_format(component.slot, component.kind)
     own_source = choice.source is not None
     return Part(
         slot=component.slot,
@@ -95,9 +91,10 @@ def _component_part(recipe: Recipe, component: Component) -> Part:
         revision=choice.revision if own_source else recipe.base.revision,
         folder=component.slot,
         tokenizer=component.tokenizer,
-        packing=assign(family.table(component.variant), chosen, plain),
+        packing=_packing(family, component.variant, chosen, component.kind),
     )
 
 
-def _format(choice: FormatChoice) -> Format:
-    return make_format(choice.name, choice.options)
+def _packing(family: ModelFamily, variant: str, chosen: FormatChoice, kind: Kind) -> Packing:
+    packed, rest = (make_format(one.name, one.options) for one in (chosen, rest_format(kind)))
+    return assign(family.table(variant), packed, rest)

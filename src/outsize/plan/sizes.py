@@ -7,7 +7,6 @@ everything else is stored plainly and lies on the device in the compute type.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -65,15 +64,12 @@ class ModelSizes:
         return max((block.packet_bytes for block in self.blocks), default=self.store_bytes)
 
 
-def model_sizes(
-    family: str, variant: str, choice: FormatChoice, *, plain_dtype: str = "bf16"
-) -> ModelSizes:
-    """Sizes of a family's variant in a format; no torch. plain_dtype: of what the store does not pack.
+def model_sizes(family: str, variant: str, packed: FormatChoice, rest: FormatChoice) -> ModelSizes:
+    """Sizes of a family's variant, its linears in blocks in one format and all else in another; no torch.
 
     Raises: RecipeError for names or options that do not exist.
     """
-    options = json.dumps(choice.options, sort_keys=True)
-    return _cached_sizes(family, variant, choice.name, options, plain_dtype)
+    return _cached_sizes(family, variant, *(one.model_dump_json() for one in (packed, rest)))
 
 
 def adapter_elements(
@@ -86,12 +82,10 @@ def adapter_elements(
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_sizes(
-    family: str, variant: str, format_name: str, options: str, plain_dtype: str
-) -> ModelSizes:
-    table = FAMILIES.load(family).table(variant)
-    fmt = make_format(format_name, json.loads(options))
-    return sizes_of(table, fmt, make_format("plain", {"dtype": plain_dtype}))
+def _cached_sizes(family: str, variant: str, packed: str, rest: str) -> ModelSizes:
+    choices = (FormatChoice.model_validate_json(one) for one in (packed, rest))
+    formats = (make_format(one.name, one.options) for one in choices)
+    return sizes_of(FAMILIES.load(family).table(variant), *formats)
 
 
 def sizes_of(table: ShapeTable, fmt: Format, plain: Format) -> ModelSizes:

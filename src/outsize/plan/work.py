@@ -11,7 +11,7 @@ from outsize.base.errors import RecipeError
 from outsize.families.protocol import FAMILIES, BaseFamily, ImageCodec
 from outsize.plan.names import check_names
 from outsize.plan.sizes import ModelSizes, adapter_elements, model_sizes
-from outsize.recipes.recipe import Recipe
+from outsize.recipes.recipe import Recipe, rest_format
 
 # Bytes of optimiser state per trainable number where it is not two fp32 moments: two bytes and two fp32 scales for every
 # 256 numbers; bitsandbytes keeps tensors below 4096 numbers in fp32.
@@ -87,7 +87,7 @@ def work_of(recipe: Recipe, *, has_gpu: bool, num_pictures: int | None = None) -
     family = cast("BaseFamily", FAMILIES.load(recipe.base.family))
     variant = recipe.base.variant
     conditioners = _conditioners(recipe, family)
-    sizes = model_sizes(recipe.base.family, variant, recipe.base.format)
+    sizes = model_sizes(recipe.base.family, variant, recipe.base.format, rest_format("base"))
     conditions = family.condition_shapes(variant)
     text_tokens = sum(shape[0] for shape in conditions.values() if len(shape) == 2)
     side = recipe.data.resolution
@@ -132,9 +132,7 @@ def _conditioners(recipe: Recipe, family: BaseFamily) -> tuple[Conditioner, ...]
     found = []
     for one in family.components(recipe.base.variant):
         choice = recipe.base.component_format(one.slot, one.kind)
-        # as the store does: a codec's convolutions decide the colours and stay exact
-        plain_dtype = "fp32" if one.kind == "image" else "bf16"
-        sizes = model_sizes(one.family, one.variant, choice, plain_dtype=plain_dtype)
+        sizes = model_sizes(one.family, one.variant, choice, rest_format(one.kind))
         found.append(Conditioner(one.slot, one.kind, one.family, one.variant, sizes))
     return tuple(found)
 

@@ -19,22 +19,7 @@ from pydantic import Field, field_validator, model_serializer, model_validator
 
 from outsize.base.files import json_digest
 from outsize.recipes.section import AsTuple, Bytes, Count, FilePath, Section, Seed, Text
-from outsize.recipes.training import AdapterChoice, TimestepChoice, TrainChoice
-
-__all__ = [
-    "AdapterChoice",
-    "BaseChoice",
-    "CheckpointChoice",
-    "CompareChoice",
-    "ComponentChoice",
-    "DataChoice",
-    "FormatChoice",
-    "PictureSet",
-    "PlacementChoice",
-    "Recipe",
-    "TimestepChoice",
-    "TrainChoice",
-]
+from outsize.recipes.training import AdapterChoice, TrainChoice
 
 # Windows keeps these names for devices, with any ending; a run folder must exist on every system.
 _WINDOWS_DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
@@ -65,6 +50,11 @@ class FormatChoice(Section):
     @model_serializer(mode="plain")
     def _to_short_form(self) -> dict[str, Any]:
         return {"name": self.name, **self.options}
+
+
+def rest_format(kind: Literal["base", "text", "image"]) -> FormatChoice:
+    """How a model keeps what it does not pack: a codec's convolutions decide the colours and stay exact."""
+    return FormatChoice(name="plain", options={"dtype": "fp32" if kind == "image" else "bf16"})
 
 
 class ComponentChoice(Section):
