@@ -9,10 +9,18 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from outsize.base.errors import RecipeError
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for a word that is not known: "did you mean 'rank'?", or all that there is."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, 1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,5 @@ class Catalogue:
         """
         names = self.names()
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-            raise RecipeError(f"no {self.noun} is called {name!r}; {hint}")
+            raise RecipeError(f"no {self.noun} is called {name!r}; {nearest(name, names)}")
         return importlib.import_module(f"{self.package}.{name}").plugin

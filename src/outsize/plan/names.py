@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import cast
 
-from outsize.base.catalogue import Catalogue
+from outsize.base.catalogue import Catalogue, nearest
 from outsize.base.errors import RecipeError
 from outsize.families.protocol import FAMILIES, BaseFamily, Component
 from outsize.formats.protocol import make_format
 from outsize.placement.protocol import PLACEMENTS
-from outsize.recipes.load import nearest, raise_faults
+from outsize.recipes.load import raise_faults
 from outsize.recipes.recipe import Recipe
 from outsize.recipes.yaml_tree import Fault
 
@@ -71,7 +71,7 @@ def _faults(recipe: Recipe) -> Iterator[Fault]:
     yield from variant_faults
     if not variant_faults:
         slots = {component.slot for component in components_of(recipe)}
-        for slot in base.components.keys() - slots:
+        for slot in sorted(base.components.keys() - slots):
             yield Fault(None, f"base.components.{slot}", f"no such part; {nearest(slot, slots)}")
     if recipe.train.optimizer not in _OPTIMIZERS.names():
         hint = nearest(recipe.train.optimizer, _OPTIMIZERS.names())

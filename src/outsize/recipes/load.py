@@ -17,6 +17,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from outsize.base.catalogue import nearest
 from outsize.base.errors import RecipeError
 from outsize.recipes.recipe import Recipe
 from outsize.recipes.yaml_tree import Fault, Tree, parse_tree
@@ -83,13 +84,6 @@ def resolve_source(text: str, folder: Path) -> str:
     if looks_like_path or (folder / path).exists():
         return str((folder / path).absolute())
     return text
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for a word that is not known: "did you mean 'rank'?", or all that there is."""
-    names = sorted(known)
-    near = difflib.get_close_matches(word, names, 1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
 
 
 def raise_faults(faults: Iterable[Fault], *, origin: str) -> None:
