@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from outsize.app.prepare import prepare_component
+from outsize.app.prepare import prepare_store
 from outsize.devices.protocol import Device, open_device
 from outsize.families.protocol import FAMILIES
 from outsize.formats._packing import Packing, assign
@@ -110,7 +110,7 @@ def make_tiny(
     save_file(weights, file)
     packing = assign(table, make_format(*fmt), make_format("plain"))
     with Source([file]) as source:
-        store = prepare_component(
+        store = prepare_store(
             table=table,
             layouts=family.layouts(variant),
             source=source,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from outsize.app.prepare import prepare_component
+from outsize.app.prepare import prepare_store
 from outsize.base.journal import Journal
 from outsize.base.layout import Layout, Rule
 from outsize.base.table import ShapeTable, TensorSpec
@@ -116,7 +116,7 @@ def prepare(
     log = Journal(journal) if journal is not None else None
     try:
         with Source([checkpoint]) as source:
-            return prepare_component(
+            return prepare_store(
                 table=table,
                 layouts=LAYOUTS,
                 source=source,

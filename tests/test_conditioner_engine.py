@@ -12,7 +12,7 @@ from engine_support import TinyBase
 from tiny import write_tiny_component
 from torch import Tensor, nn
 
-from outsize.app.prepare import prepare_component
+from outsize.app.prepare import prepare_store
 from outsize.devices.cpu import Cpu
 from outsize.families.protocol import FAMILIES
 from outsize.formats._packing import assign
@@ -52,7 +52,7 @@ def _prepared(folder: Path, name: str) -> Conditioner:
     plain = make_format("plain", {"dtype": "bf16" if is_text else "fp32"})
     packing = assign(table, chosen, plain)
     with Source(sorted(place.glob("*.safetensors"))) as source:
-        store = prepare_component(
+        store = prepare_store(
             table=table,
             layouts=family.layouts("tiny"),
             source=source,

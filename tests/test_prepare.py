@@ -28,7 +28,7 @@ from prepare_support import (
 )
 from safetensors.torch import save_file
 
-from outsize.app.prepare import prepare_component, store_folder, store_key
+from outsize.app.prepare import prepare_store, store_folder, store_key
 from outsize.base.errors import DoesNotFit, FormatError, StoreBroken
 from outsize.base.journal import read_journal
 from outsize.base.table import ShapeTable
@@ -104,7 +104,7 @@ def test_every_tiny_family_prepares_alike_from_each_of_its_layouts(
             path,
         )
         with Source([path]) as source:
-            store = prepare_component(
+            store = prepare_store(
                 table=table,
                 layouts=family.layouts("tiny"),
                 source=source,

@@ -1,4 +1,4 @@
-"""Preparing one component: from published files to a store, within a host-memory budget.
+"""Preparing one model: from published files to a store, within a host-memory budget.
 
 Tensor by tensor, windows of rows are read into one reused slab, pushed into the format's encoder, and the encoded parts
 appended to the block's file. What is held at a time is the slab and the parts of one tensor, never a block, never the
@@ -46,7 +46,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One component to prepare: what the steps below share."""
+    """One model to prepare: what the steps below share."""
 
     mapped: MappedSource
     packing: Packing
@@ -92,7 +92,7 @@ def store_folder(cache_root: Path, *, family: str, variant: str, slot: str, key:
     return cache_root / f"{name}-{key[:16]}"
 
 
-def prepare_component(
+def prepare_store(
     *,
     table: ShapeTable,
     layouts: Sequence[Layout],

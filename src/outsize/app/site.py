@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outsize.app.parts import Part
-from outsize.app.prepare import prepare_component
+from outsize.app.prepare import prepare_store
 from outsize.app.stages import Stages
 from outsize.app.stores import Stores
 from outsize.base.errors import MachineFault
@@ -91,7 +91,7 @@ class Site:
         for left in part.packing.left_plain:
             self.journal.write("left_plain", slot=part.slot, tensor=left.name, reason=left.reason)
         with self.stages.stage(f"prepare {part.slot}"), self.stores.source(part.slot) as source:
-            return prepare_component(
+            return prepare_store(
                 table=part.family.table(part.variant),
                 layouts=part.family.layouts(part.variant),
                 source=source,
