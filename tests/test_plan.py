@@ -425,6 +425,33 @@ def test_the_json_of_a_plan_keeps_its_keys() -> None:
     assert value["machine"]["is_stated"] is True
 
 
+def keeps_activations(base: str, where: MachineProfile, *, recompute: bool | None) -> bool:
+    plan = make_plan(recipe(base, placement={"recompute": recompute}), where)
+    assert plan.chosen.holding.kind == "resident"
+    owners = {item.owner for phase in plan.phases for item in phase.items}
+    assert ("activations" in owners) == plan.chosen.holding.keeps_activations
+    return plan.chosen.holding.keeps_activations
+
+
+def test_activations_are_kept_on_a_cpu_with_room_and_on_a_card_when_asked() -> None:
+    """Twice the memory of the whole run must be free, since a machine without a card has other work as well."""
+    plenty, little = (
+        stated(vram_bytes=0, ram_bytes=ram_gib * GIB, gpu=None, base=HERE) for ram_gib in (512, 48)
+    )
+    assert keeps_activations("flux2.klein-4b", plenty, recompute=None)
+    assert not keeps_activations("flux2.klein-4b", little, recompute=None)
+    assert not keeps_activations("flux2.klein-4b", plenty, recompute=True)
+    assert not keeps_activations("flux2.klein-4b", machine(80), recompute=None)
+    assert keeps_activations("flux2.klein-4b", machine(80), recompute=False)
+
+
+def test_kept_activations_that_do_not_fit_are_refused_with_the_remedy() -> None:
+    plan = make_plan(recipe("flux2.klein-4b", placement={"recompute": False}), machine(12))
+    assert plan.refusal is not None
+    assert "activations" in plan.refusal
+    assert "`placement: {recompute: null}`" in plan.refusal
+
+
 def test_measured_figures_stand_beside_the_estimates() -> None:
     """More than a tenth off is a defect of the estimate; the driver's context is not measured."""
     plan = make_plan(recipe(), machine(24))

@@ -30,7 +30,7 @@ _GROUPS = {
         "decode scratch",
         "codec",
     ),
-    "activations": ("block inputs", "working set", "batch"),
+    "activations": ("block inputs", "working set", "activations", "batch"),
     "adapter and optimizer": (
         "adapter",
         "optimizer state",
@@ -133,6 +133,8 @@ def _levers(recipe: Recipe) -> Iterator[list[Change]]:
         yield [Change((("placement.kind", AUTO), ("placement.resident_bytes", None)))]
     elif placement.kind != AUTO:
         yield [Change((("placement.kind", AUTO),))]
+    if placement.recompute is False:
+        yield [Change((("placement.recompute", None),))]
     if placement.slots > 2:
         yield [Change((("placement.slots", 2),))]
     if train.batch > 1:
