@@ -109,12 +109,7 @@ def training_step(work: Work, holding: Holding) -> Phase:
     items = [
         *_blocks(work.base, holding, device),
         *_rest(work.base, size, device),
-        Item(
-            "block inputs",
-            device,
-            inputs * size,
-            f"{work.tokens} tokens x width, kept by each block",
-        ),
+        Item("block inputs", device, inputs * size, f"of {work.tokens} tokens, kept by each block"),
         _working_set(work, holding, device, working),
         *_adapter(work, device),
         Item("gradients", device, grads * size, "of blocks already done, while inputs remain"),
@@ -145,19 +140,12 @@ def training_update(work: Work, holding: Holding) -> Phase:
         "train update",
         (
             *_blocks(work.base, holding, device),
-            Item(
-                "outside the blocks", device, work.base.small_elements * work.compute_bytes, _REST
-            ),
+            _outside(work.base, work.compute_bytes, device),
             *_adapter(work, device),
             Item("gradients", device, adapter * 4, "of every adapter tensor, fp32"),
             *_context(work),
             *_host(work, work.base),
-            Item(
-                "checkpoint",
-                "private",
-                adapter * 4 + work.optimizer_bytes,
-                "copied before it is written",
-            ),
+            Item("checkpoint", "private", work.checkpoint_bytes, "copied before it is written"),
         ),
         holding,
     )
@@ -244,11 +232,8 @@ def disk_items(work: Work) -> Iterator[Item]:
     count = work.num_pictures
     named = "one picture" if count is None else f"{count} pictures"
     yield Item("cache", "disk", per_picture * (count or 1), f"latents and embeddings of {named}")
-    saved = work.num_adapter_elements * 4 + work.optimizer_bytes
-    yield Item("checkpoints", "disk", saved * work.num_checkpoints, f"{work.num_checkpoints} kept")
-
-
-_REST = "embedders, modulation, norms and head, in the compute type"
+    saved = work.checkpoint_bytes * work.num_checkpoints
+    yield Item("checkpoints", "disk", saved, f"{work.num_checkpoints} kept")
 
 
 def _compute_pool(work: Work) -> Pool:
@@ -269,8 +254,13 @@ def _blocks(model: ModelSizes, holding: Holding, device: Pool) -> Iterator[Item]
         yield Item("streamed blocks", host, sum(streamed), f"{len(streamed)} packed blocks")
 
 
+def _outside(model: ModelSizes, size: int, device: Pool) -> Item:
+    why = "embedders, modulation, norms and head, in the compute type"
+    return Item("outside the blocks", device, model.small_elements * size, why)
+
+
 def _rest(model: ModelSizes, size: int, device: Pool) -> Iterator[Item]:
-    yield Item("outside the blocks", device, model.small_elements * size, _REST)
+    yield _outside(model, size, device)
     yield Item("decode scratch", device, model.largest_matrix * size, "the largest matrix, decoded")
 
 

@@ -72,6 +72,11 @@ class Work:
         return sum(self.adapter_by_block)
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """The adapter's fp32 masters and the optimiser's state."""
+        return self.num_adapter_elements * 4 + self.optimizer_bytes
+
+    @property
     def batch_bytes(self) -> int:
         """Clean latents, noise, their mixture and the prediction in fp32, and embeddings in the compute type."""
         each = 4 * 4 * self.latent_elements + self.condition_elements * self.compute_bytes
