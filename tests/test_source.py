@@ -413,7 +413,7 @@ def put_index(path: Path, *shards: str) -> None:
 
 
 def names_found(source: Path, sub_folder: str = "") -> list[str]:
-    return [file.name for file in locate_weights(str(source), sub_folder=sub_folder).files]
+    return [file.name for file in locate_weights(str(source), sub_folder=sub_folder)]
 
 
 def test_a_diffusers_folder_gives_the_slot_and_no_variant(tmp_path: Path) -> None:
@@ -532,8 +532,7 @@ def test_a_cached_repository_is_used_without_the_network(tmp_path: Path) -> None
     put(repo, "refs/main")
     (repo / "refs/main").write_text("abc")
     found = locate_weights("owner/name", sub_folder="vae", cache_dir=tmp_path)
-    assert found.files == (repo / "snapshots/abc/vae/model.safetensors",)
-    assert found.origin == "hub owner/name@abc"
+    assert found == (repo / "snapshots/abc/vae/model.safetensors",)
     folder = locate_folder("owner/name", "tokenizer", cache_dir=tmp_path, offline=True)
     assert folder == repo / "snapshots/abc/tokenizer"
     with pytest.raises(
@@ -626,7 +625,7 @@ for source, sub_folder, is_folder in json.loads(sys.argv[2]):
         if is_folder:
             found = [locate_folder(source, sub_folder, cache_dir=cache)]
         else:
-            found = locate_weights(source, sub_folder=sub_folder, cache_dir=cache).files
+            found = locate_weights(source, sub_folder=sub_folder, cache_dir=cache)
         answers.append([Path(f).as_posix().split("snapshots/")[1] for f in found])
     except SourceError as error:
         answers.append(str(error))

@@ -45,7 +45,7 @@ class Stores:
         """
         part = self.parts[slot]
         named = part.source if part.revision is None else f"{part.source}@{part.revision}"
-        return Source(locate_weights(named, sub_folder=part.folder, offline=self.offline).files)
+        return Source(locate_weights(named, sub_folder=part.folder, offline=self.offline))
 
     def key(self, slot: str) -> str:
         """Digest of everything that shapes a part's store; the store itself need not be there."""

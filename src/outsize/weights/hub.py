@@ -23,14 +23,13 @@ _CONFIG = "config.json"  # at the root: the repository is one model, not a pipel
 
 def hub_weights(
     hub_id: HubId, sub_folder: str, *, offline: bool, cache_dir: Path | None
-) -> tuple[tuple[Path, ...], str]:
-    """The weights of one component and the commit they are of, downloaded when they are not in the cache.
+) -> tuple[Path, ...]:
+    """The weights of one model, downloaded when they are not in the cache.
 
     Raises: SourceError for what is missing offline, gated, unknown, or not to be chosen plainly.
     """
     try:
-        snapshot = _cached_snapshot(hub_id, cache_dir)
-        return _weights_in_snapshot(snapshot, hub_id, sub_folder), snapshot.name
+        return _weights_in_snapshot(_cached_snapshot(hub_id, cache_dir), hub_id, sub_folder)
     except SourceError as fault:
         if _is_offline(offline=offline):
             wanted = hub_id.file or (f"{sub_folder}/*" if sub_folder else "*.safetensors")
@@ -128,9 +127,7 @@ def _weights_in_snapshot(snapshot: Path, hub_id: HubId, sub_folder: str) -> tupl
     raise SourceError(f"{sub_folder} is not in the hub's cache")
 
 
-def _download_weights(
-    hub_id: HubId, sub_folder: str, cache_dir: Path | None
-) -> tuple[tuple[Path, ...], str]:
+def _download_weights(hub_id: HubId, sub_folder: str, cache_dir: Path | None) -> tuple[Path, ...]:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     info = HfApi().model_info(hub_id.repo, revision=hub_id.revision)
@@ -164,7 +161,7 @@ def _download_weights(
     missing = [name for name in wanted if not (Path(root) / name).is_file()]
     if missing:
         raise SourceError(f"{hub_id.repo} lacks files that its index names: {', '.join(missing)}")
-    return tuple(Path(root) / name for name in wanted), Path(root).name
+    return tuple(Path(root) / name for name in wanted)
 
 
 def _folder_in_listing(names: Sequence[str], hub_id: HubId, sub_folder: str) -> str:

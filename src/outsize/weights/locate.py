@@ -8,7 +8,6 @@ the network: what is missing is named, with the command that gets it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from outsize.base.errors import SourceError
@@ -28,14 +27,6 @@ _HUB_ID = re.compile(
 _FOLDER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """Files of one component. origin: what to print, a path or "hub owner/name@commit"."""
-
-    files: tuple[Path, ...]
-    origin: str
-
-
 def parse_hub_id(source: str) -> HubId | None:
     """Read "owner/name", "owner/name@revision" or "owner/name/file.safetensors"; None when it is neither."""
     match = _HUB_ID.fullmatch(source)
@@ -46,8 +37,8 @@ def parse_hub_id(source: str) -> HubId | None:
 
 def locate_weights(
     source: str, *, sub_folder: str = "", offline: bool = False, cache_dir: Path | None = None
-) -> Located:
-    """The safetensors files of one component.
+) -> tuple[Path, ...]:
+    """The safetensors files of one model.
 
     sub_folder: its folder in a diffusers repository ("transformer", "vae"); not looked into when the source is one file
     or a folder of shards. cache_dir: of the hub; its own default when None.
@@ -55,14 +46,13 @@ def locate_weights(
     """
     path = Path(source).expanduser()
     if path.exists():
-        return Located(_local_files(path, sub_folder), str(path))
+        return _local_files(path, sub_folder)
     hub_id = parse_hub_id(source)
     if hub_id is None:
         raise SourceError(
             f"{source} does not exist; name a folder, a safetensors file, or a hub id as owner/name"
         )
-    files, commit = hub_weights(hub_id, sub_folder, offline=offline, cache_dir=cache_dir)
-    return Located(files, f"hub {hub_id.repo}@{commit}")
+    return hub_weights(hub_id, sub_folder, offline=offline, cache_dir=cache_dir)
 
 
 def locate_folder(

@@ -91,10 +91,6 @@ class Store:
         return {file.block: file for file in self.files}
 
     @property
-    def num_blocks(self) -> int:
-        return sum(file.block is not None for file in self.files)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all packets."""
         return sum(file.packet.num_bytes for file in self.files)
@@ -107,24 +103,14 @@ class Store:
         """The file of one block."""
         return self.folder / self._by_block[block].name
 
-    def read_block_into(
-        self,
-        block: int | None,
-        buffer_u8: Tensor,
-        *,
-        num_bytes: int | None = None,
-        verify: bool = False,
-    ) -> int:
-        """Read a packet, or its first num_bytes, into the start of a buffer; returns the bytes read.
+    def read_block_into(self, block: int | None, buffer_u8: Tensor) -> None:
+        """Read a packet into the start of a buffer, and check it.
 
-        buffer_u8: uint8 (n,) on the CPU, contiguous, n at least the bytes read; pinned or not. num_bytes is for those who
-        want `streamed_bytes` only. verify: hash what was read (all of it must be read).
+        buffer_u8: uint8 (n,) on the CPU, contiguous, n at least the packet's bytes; pinned or not.
         Raises: StoreBroken when the file is gone, ends early, or does not hash to what the manifest says.
         """
         file = self._by_block[block]
-        count = file.packet.num_bytes if num_bytes is None else num_bytes
-        if count > file.packet.num_bytes or (verify and count != file.packet.num_bytes):
-            raise ValueError(f"{count} of {file.packet.num_bytes} bytes of {file.name} asked for")
+        count = file.packet.num_bytes
         target = buffer_u8.numpy().data[:count]
         if len(target) < count:
             raise ValueError(f"{file.name} takes {count} bytes, into a buffer of {len(target)}")
@@ -135,9 +121,8 @@ class Store:
                 read_exactly(opened, target, path)
         except (OSError, SourceError) as error:
             raise StoreBroken(_message(self.folder, [f"{file.name}: {error}"])) from error
-        if verify and hashlib.sha256(target).hexdigest() != file.data_sha256:
+        if hashlib.sha256(target).hexdigest() != file.data_sha256:
             raise StoreBroken(_message(self.folder, [f"{file.name}: {_ALTERED}"]))
-        return count
 
     def verify(self, *, full: bool = False) -> None:
         """Check every file: sizes and headers, and data where stamps changed or (full) everywhere.
