@@ -53,13 +53,13 @@ def test_the_shifted_law_moves_the_logit_by_mu(mu: float) -> None:
     assert_moments(drawn, 0.2 + mu, 0.9**2)
 
 
-def test_a_shifted_uniform_draw_equals_the_schedulers_shift_of_the_unshifted_draw() -> None:
+def test_a_shifted_draw_equals_the_schedulers_shift_of_the_unshifted_draw() -> None:
     """FlowMatchEulerDiscreteScheduler's own formula on the same draws; fp32 rounding apart."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    plain = levels(FlowMatching(law="uniform"), num=200)
-    shifted = levels(FlowMatching(law="shifted", of="uniform"), mu=1.3, num=200)
+    plain = levels(FlowMatching(law="logit_normal"), num=200)
+    shifted = levels(FlowMatching(law="shifted"), mu=1.3, num=200)
     expected = scheduler.time_shift(1.3, 1.0, plain)
     torch.testing.assert_close(shifted, expected, rtol=1e-6, atol=1e-7)
 

@@ -4,7 +4,7 @@ sigma is the share of noise: 1 is pure noise, as where sampling starts. Laws of 
 
 - uniform: every level alike;
 - logit_normal: sigmoid of a normal draw, so that middle levels come more often;
-- shifted: a draw of the law `of`, moved to e^mu / (e^mu + 1/sigma - 1), where mu grows with the number of image tokens,
+- shifted: a logit-normal draw, moved to e^mu / (e^mu + 1/sigma - 1), where mu grows with the number of image tokens,
   because a larger picture survives more noise. It is the shift under which the family is sampled.
 
 Dimensions: B batch.
@@ -30,18 +30,17 @@ LAWS = ("shifted", "uniform", "logit_normal")
 class FlowMatching:
     """Rectified flow with one law of noise levels.
 
-    mean, std: of the normal draw below the logit; a positive mean draws more noise. of: the law that is shifted.
+    mean, std: of the normal draw below the logit; a positive mean draws more noise.
     Raises: RecipeError for an unknown law, or a std that is not positive.
     """
 
     law: Literal["shifted", "uniform", "logit_normal"] = "shifted"
     mean: float = 0.0
     std: float = 1.0
-    of: Literal["uniform", "logit_normal"] = "logit_normal"
 
     def __post_init__(self) -> None:
-        if self.law not in LAWS or self.of not in LAWS[1:]:
-            raise RecipeError(f"no law of noise levels is called {self.law!r} of {self.of!r}")
+        if self.law not in LAWS:
+            raise RecipeError(f"no law of noise levels is called {self.law!r}")
         if not (self.std > 0 and math.isfinite(self.std) and math.isfinite(self.mean)):
             raise RecipeError(f"a normal draw needs std > 0, got mean {self.mean}, std {self.std}")
 
@@ -85,8 +84,7 @@ class FlowMatching:
         """One level strictly between 0 and 1, fp32, computed in fp64."""
         import torch
 
-        law = self.of if self.law == "shifted" else self.law
-        if law == "uniform":
+        if self.law == "uniform":
             drawn = torch.rand((), generator=generator, dtype=torch.float64)
         else:
             normal = torch.randn((), generator=generator, dtype=torch.float64)
