@@ -86,9 +86,7 @@ class Manifest:
         return self.sets[picture.set_index]
 
 
-def scan(
-    sets: Sequence[PictureSet], *, facts_file: Path | None = None, num_threads: int | None = None
-) -> Manifest:
+def scan(sets: Sequence[PictureSet], *, facts_file: Path | None = None) -> Manifest:
     """Read, hash and decode every picture of every set, and match the captions.
 
     facts_file: where to remember which contents were decoded; those are read and hashed again, but
@@ -102,7 +100,7 @@ def scan(
     known = read_facts(facts_file) if facts_file else {}
     if not sets:
         faults.append("no folder of pictures is given")
-    with ThreadPoolExecutor(num_threads or min(16, (os.cpu_count() or 1) + 2)) as pool:
+    with ThreadPoolExecutor(min(16, (os.cpu_count() or 1) + 2)) as pool:
         for set_index, item in enumerate(sets):
             found = _Folder.walk(item, faults, warnings)
             captions = [found.caption_of(path, item, faults) for path in found.pictures]
