@@ -2,7 +2,8 @@
 
 A step goes up the blocks and down again. Going up, a block is acquired, run without a graph and released; only its
 inputs are kept. Going down, it is acquired once, run again with a graph, and differentiated, before it is released: so
-a streamed block crosses the bus twice per step, never three times.
+a streamed block crosses the bus twice per step, never three times. A resident block may instead run once, with a graph
+(`wrap_block`).
 
 Arguments are flattened to tensors and the rest, since autograd sees only tensors that are passed one by one.
 """
