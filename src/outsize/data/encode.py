@@ -2,22 +2,21 @@
 
 It knows no encoder. A caller hands over a factory: a context manager that opens the encoder and
 gives a function. The factory is entered only when something is missing and left before the stage
-returns, so that the next encoder finds the memory free. Every entry is on disk as soon as its batch
-is encoded: a kill loses one batch at most. With batch 1 an entry's bits depend on nothing but its
-key's inputs; larger batches are faster on a GPU, where a different batch may round differently.
+returns, so that the next encoder finds the memory free. Entries are encoded one by one, so that an
+entry's bits depend on nothing but its key's inputs (a different batch may round differently), and
+each is on disk before the next begins: a kill loses one.
 
-Dimensions: B batch, C channels, H W height and width.
+Dimensions: B batch, always 1 here; C channels, H W height and width.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from outsize.base.errors import NotFinite, SourceError
 from outsize.base.journal import Journal
@@ -36,7 +35,6 @@ OpenTextEncoder = Callable[
 Progress = Callable[[int, int], None]  # done so far, to be done in all; nothing: never called
 
 LATENT = "latent"  # name of the one tensor of a picture's entry
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +69,14 @@ def cache_latents(
     open_encoder: OpenImageEncoder,
     inputs: Mapping[str, Any],
     *,
-    batch: int = 1,
     progress: Progress | None = None,
     journal: Journal | None = None,
 ) -> CacheReport:
     """Make sure that every picture's latent is cached.
 
     crops: one for each picture. inputs: what identifies encoder and settings. The encoder takes
-    pixels (B, 3, H, W) fp32 in -1..1, all of one bucket, and gives latents (B, C, h, w).
-    Raises: SourceError when a picture changed since it was scanned; NotFinite naming pictures.
+    pixels (B, 3, H, W) fp32 in -1..1 and gives latents (B, C, h, w).
+    Raises: SourceError when a picture changed since it was scanned; NotFinite naming the picture.
     """
     jobs = {
         latent_key(cache, picture, crop, inputs): (picture, crop)
@@ -88,15 +85,12 @@ def cache_latents(
     todo = _take_stock(cache, jobs, "latents", journal)
     counter = _Counter(len(todo), progress)
     if todo:
-        by_bucket = defaultdict(list)
-        for key in todo:
-            by_bucket[jobs[key][1].bucket].append(key)
-        batches = [part for keys in by_bucket.values() for part in _parts(keys, batch)]
-        with open_encoder() as encode, ThreadPoolExecutor(min(4, batch + 1)) as pool:
-            for length, pixels in _decoded_ahead(pool, batches, jobs, cache):
-                if pixels:
-                    _encode_pictures(cache, pixels, encode, jobs)
-                counter.add(len(pixels), length)
+        with open_encoder() as encode, ThreadPoolExecutor(1) as pool:
+            for key, pixels_CHW in _decoded_ahead(pool, todo, jobs, cache):
+                if pixels_CHW is not None:
+                    (latent_CHW,) = encode(pixels_CHW[None])
+                    _put(cache, key, {LATENT: latent_CHW}, f"picture {jobs[key][0].path}")
+                counter.add(is_encoded=pixels_CHW is not None)
     return counter.report(len(jobs))
 
 
@@ -106,25 +100,26 @@ def cache_texts(
     open_encoder: OpenTextEncoder,
     inputs: Mapping[str, Any],
     *,
-    batch: int = 1,
     progress: Progress | None = None,
     journal: Journal | None = None,
 ) -> CacheReport:
     """Make sure that the embeddings of every different text are cached; see training_texts.
 
     The encoder takes B texts and gives tensors by name, batch first.
-    Raises: NotFinite naming the texts whose embeddings are not finite.
+    Raises: NotFinite naming the text.
     """
     jobs = {text_key(cache, text, inputs): text for text in texts}
     todo = _take_stock(cache, jobs, "texts", journal)
     counter = _Counter(len(todo), progress)
     if todo:
         with open_encoder() as encode:
-            for part in _parts(todo, batch):
-                keys = cache.missing(part)  # another process may be caching the same
-                if keys:
-                    _encode_texts(cache, keys, encode, jobs)
-                counter.add(len(keys), len(part))
+            for key in todo:
+                is_missing = bool(cache.missing([key]))  # another process may be caching the same
+                if is_missing:
+                    rows = encode([jobs[key]])
+                    entry = {name: one for name, (one,) in rows.items()}
+                    _put(cache, key, entry, f"text {jobs[key]!r}")
+                counter.add(is_encoded=is_missing)
     return counter.report(len(jobs))
 
 
@@ -158,9 +153,9 @@ class _Counter:
     num_done: int = 0
     num_encoded: int = 0
 
-    def add(self, num_encoded: int, num_done: int) -> None:
-        self.num_encoded += num_encoded
-        self.num_done += num_done
+    def add(self, *, is_encoded: bool) -> None:
+        self.num_encoded += is_encoded
+        self.num_done += 1
         if self.progress is not None:
             self.progress(self.num_done, self.total)
 
@@ -168,30 +163,25 @@ class _Counter:
         return CacheReport(num_wanted - self.num_encoded, self.num_encoded)
 
 
-def _parts(items: Sequence[_T], size: int) -> list[Sequence[_T]]:
-    assert size >= 1, "a batch has at least one item"
-    return [items[start : start + size] for start in range(0, len(items), size)]
-
-
 def _decoded_ahead(
     pool: ThreadPoolExecutor,
-    batches: Sequence[Sequence[str]],
+    keys: Sequence[str],
     jobs: Mapping[str, tuple[Picture, CropPlan]],
     cache: ContentCache,
-) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """The length of each batch and its pixels by key; the next is decoded while one is encoded.
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Each key with its pixels, or None where another process cached it meanwhile.
 
-    What another process has cached meanwhile is left out.
+    The next picture is decoded while one is encoded.
     """
 
-    def submit(keys: Sequence[str]) -> dict[str, Future[Tensor]]:
-        return {key: pool.submit(_read, *jobs[key]) for key in cache.missing(keys)}
+    def submit(key: str) -> Future[Tensor] | None:
+        return pool.submit(_read, *jobs[key]) if cache.missing([key]) else None
 
-    ahead = submit(batches[0])
-    for position, keys in enumerate(batches):
-        pixels = {key: future.result() for key, future in ahead.items()}
-        ahead = submit(batches[position + 1]) if position + 1 < len(batches) else {}
-        yield len(keys), pixels
+    ahead = submit(keys[0])
+    for position, key in enumerate(keys):
+        pixels_CHW = None if ahead is None else ahead.result()
+        ahead = submit(keys[position + 1]) if position + 1 < len(keys) else None
+        yield key, pixels_CHW
 
 
 def _read(picture: Picture, crop: CropPlan) -> Tensor:
@@ -210,49 +200,11 @@ def _read(picture: Picture, crop: CropPlan) -> Tensor:
     return media.pixels_of(image, crop)
 
 
-def _encode_pictures(
-    cache: ContentCache,
-    pixels: Mapping[str, Tensor],
-    encode: Callable[[Tensor], Tensor],
-    jobs: Mapping[str, tuple[Picture, CropPlan]],
-) -> None:
-    import torch
-
-    latents_BCHW = encode(torch.stack(list(pixels.values()))).detach().to("cpu")
-    assert len(latents_BCHW) == len(pixels), "an encoder gives one latent for each picture"
-    culprits = []
-    for key, latent_CHW in zip(pixels, latents_BCHW, strict=True):
-        if bool(torch.isfinite(latent_CHW).all()):
-            cache.put(key, {LATENT: latent_CHW})
-        else:
-            culprits.append(str(jobs[key][0].path))
-    _refuse_non_finite(culprits, "latents of these pictures")
-
-
-def _encode_texts(
-    cache: ContentCache,
-    keys: Sequence[str],
-    encode: Callable[[list[str]], Mapping[str, Tensor]],
-    jobs: Mapping[str, str],
-) -> None:
-    import torch
-
-    outputs = encode([jobs[key] for key in keys])
-    by_name = {name: tensor.detach().to("cpu") for name, tensor in outputs.items()}
-    assert all(len(tensor) == len(keys) for tensor in by_name.values()), "one embedding a text"
-    culprits = []
-    for row, key in enumerate(keys):
-        entry = {name: tensor[row] for name, tensor in by_name.items()}
-        if all(bool(torch.isfinite(tensor).all()) for tensor in entry.values()):
-            cache.put(key, entry)
-        else:
-            culprits.append(repr(jobs[key]))
-    _refuse_non_finite(culprits, "embeddings of these texts")
-
-
-def _refuse_non_finite(culprits: Sequence[str], what: str) -> None:
-    if culprits:
+def _put(cache: ContentCache, key: str, entry: Mapping[str, Tensor], what: str) -> None:
+    """Cache an entry whose numbers are finite."""
+    if not all(bool(tensor.isfinite().all()) for tensor in entry.values()):
         raise NotFinite(
-            f"the {what} hold NaN or infinity and were not cached: {', '.join(culprits)}; "
+            f"what the encoder gave for the {what} holds NaN or infinity and was not cached; "
             "run the encoder in a wider dtype (fp32)"
         )
+    cache.put(key, {name: tensor.detach().to("cpu") for name, tensor in entry.items()})
