@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_families import assert_same, filled, read_by_layout
+from test_families import assert_same, filled, found_in, read_by_layout
 from tiny import bfl_names, random_tensors, write_tiny_component
 from torch import Tensor
 
@@ -42,6 +42,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def on_meta(family: str, variant: str) -> dict[str, Tensor]:
+    """A full-size file under our names, without values."""
+    table = FAMILIES.load(family).table(variant)
+    return {spec.name: torch.empty(spec.shape, device="meta") for spec in table}
+
+
 def published(folder: Path, family: str) -> dict[str, Tensor]:
     """The file's tensors, unread ones included."""
     return load_file(folder / family / "model.safetensors")
@@ -51,11 +57,7 @@ def ours(folder: Path, family: str) -> Any:
     """Our cut model, filled from the published file by our layout."""
     plugin: Any = FAMILIES.load(family)
     specs, file = list(plugin.table("tiny")), published(folder, family)
-    for layout in plugin.layouts("tiny"):
-        prefix = layout.matches([spec.name for spec in specs], file)
-        if prefix is not None:
-            break
-    assert prefix is not None
+    layout, prefix = found_in(family, "tiny", file)
     model = plugin.build("tiny")
     model.load_state_dict(read_by_layout(layout, specs, file, prefix), assign=True)
     plugin.materialise_buffers(model, torch.device("cpu"))
@@ -237,20 +239,17 @@ def test_a_caption_is_encoded_alike_alone_and_in_a_batch(family: str, folder: Pa
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model.", ""])
 def test_mistral_is_found_under_every_published_path(prefix: str) -> None:
-    plugin: Any = FAMILIES.load("mistral3_text")
-    names = [spec.name for spec in plugin.table("small-24b")]
-    (layout,) = plugin.layouts("small-24b")
-    extra = ["vision_tower.patch_conv.weight", "language_model.lm_head.weight"]
-    assert layout.matches(names, [*extra, *(prefix + name for name in names)]) == prefix
+    file = {prefix + name: one for name, one in on_meta("mistral3_text", "small-24b").items()}
+    for name in ("vision_tower.patch_conv.weight", "language_model.lm_head.weight"):
+        file[name] = torch.empty(1, device="meta")
+    assert found_in("mistral3_text", "small-24b", file)[1] == prefix
 
 
 def test_t5_is_found_with_its_token_table_under_either_name() -> None:
-    plugin: Any = FAMILIES.load("t5_text")
-    names = [spec.name for spec in plugin.table("xxl")]
-    shared = ["shared.weight", *(name for name in names if "embed_tokens" not in name)]
-    first, second = plugin.layouts("xxl")
-    assert (first.matches(names, shared), second.matches(names, shared)) == ("", None)
-    assert (first.matches(names, names), second.matches(names, names)) == (None, "")
+    file = on_meta("t5_text", "xxl")
+    assert found_in("t5_text", "xxl", file)[0].name == "encoder-only"
+    file["shared.weight"] = file.pop("encoder.embed_tokens.weight")
+    assert found_in("t5_text", "xxl", file)[0].name == "transformers"
 
 
 def test_a_missing_tokenizer_or_template_is_named(folder: Path, tmp_path: Path) -> None:
@@ -346,9 +345,9 @@ def test_bfls_ae_file_is_read_back_tensor_for_tensor(family: str, variant: str) 
     plugin: Any = FAMILIES.load(family)
     specs = list(plugin.table(variant))
     tensors = random_tensors(specs, seed=2)
-    layout = next(one for one in plugin.layouts(variant) if one.name == "bfl")
     theirs = bfl_names(family, tensors)
-    assert layout.matches(tensors, theirs) == ""
+    layout, prefix = found_in(family, variant, theirs)
+    assert (layout.name, prefix) == ("bfl", "")
     assert_same(read_by_layout(layout, specs, theirs), tensors)
 
 

@@ -7,7 +7,6 @@ fused one (qkv), or two halves in swapped order. Reading, and writing adapters f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -98,15 +97,3 @@ class Layout:
             return (Slab(theirs, (k, n), (k + rule.span, n)),)
         assert rule.part == (0, 1), "a swapped tensor is never also a slab"
         return Slab(theirs, (1, 2), (1, 1)), Slab(theirs, (0, 1), (1, 2))
-
-    def matches(self, ours: Iterable[str], theirs: Iterable[str]) -> str | None:
-        """The prefix under which a file's keys hold all of our names, or None."""
-        keys = set(theirs)
-        try:
-            needed = {self.rule_of(name)[1] for name in ours}
-        except KeyError:
-            return None
-        return next(
-            (prefix for prefix in self.prefixes if all(prefix + key in keys for key in needed)),
-            None,
-        )
