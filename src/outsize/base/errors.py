@@ -6,14 +6,16 @@ escapes is a defect of ours and ends with Python's traceback and exit code 1.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 EXIT_COMPLETED = 0
 EXIT_STOPPED = 3  # the run was asked to stop, saved its state and can be resumed
 
 
 class OutsizeError(Exception):
-    """An error the user can act on; printed without a traceback."""
+    """An error the user can act on; printed without a traceback. Raised as one of the classes below."""
 
-    exit_code = 10
+    exit_code: ClassVar[int]
 
 
 class RecipeError(OutsizeError):

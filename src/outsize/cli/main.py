@@ -79,10 +79,9 @@ def exit_code_table() -> str:
         errors.EXIT_STOPPED: "stopped as asked, and can be resumed",
         EXIT_INTERRUPTED: "interrupted",
     }
-    for one in vars(errors).values():
-        if isinstance(one, type) and issubclass(one, errors.OutsizeError):
-            meaning = (one.__doc__ or "").splitlines()[0].rstrip(".")
-            found[one.exit_code] = meaning[:1].lower() + meaning[1:]
+    for one in errors.OutsizeError.__subclasses__():
+        meaning = (one.__doc__ or "").splitlines()[0].rstrip(".")
+        found[one.exit_code] = meaning[:1].lower() + meaning[1:]
     rows = (f"{code:>5}  {found[code]}" for code in sorted(found))
     return "\b\nExit codes:\n" + "\n".join(rows)  # \b keeps click from folding the lines
 
@@ -102,7 +101,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Fine-tune image and language models larger than the card that trains them."""
+    """Fine-tune image models larger than the card that trains them."""
 
 
 def _print_error(error: errors.OutsizeError) -> None:
