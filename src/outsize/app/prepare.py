@@ -20,6 +20,7 @@ from outsize.base.files import json_digest
 from outsize.base.journal import Journal
 from outsize.base.layout import Layout
 from outsize.base.parts import Part
+from outsize.base.progress import OnProgress
 from outsize.base.table import ShapeTable
 from outsize.base.units import format_bytes
 from outsize.formats._packing import Packing
@@ -41,8 +42,6 @@ from outsize.weights.store_writer import BlockWriter, StoreWriter
 if TYPE_CHECKING:
     import torch
 
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -54,7 +53,7 @@ class _Job:
     slab_bytes: int
     device: str
     journal: Journal | None
-    progress: Progress | None
+    progress: OnProgress | None
 
     def note(self, event: str, **values: Any) -> None:
         """Write to the journal, if there is one."""
@@ -74,7 +73,7 @@ def store_key(
     source: Source,
     packing: Packing,
     cache_root: Path,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> str:
     """Digest of everything that shapes a store's bytes, hexadecimal.
 
@@ -101,7 +100,7 @@ def prepare_store(
     folder: Path,
     ram_budget_bytes: int,
     device: torch.device | str = "cpu",
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     journal: Journal | None = None,
 ) -> Store:
     """Make the store in `folder`, or use the one that is there; files of a torn one that are whole are kept.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
+
+OnProgress = Callable[[int, int], None]
+"""Told (done, total) as one task goes on; a task with nothing to do says nothing."""
 
 
 class Progress(Protocol):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from outsize.base.errors import NotFinite, SourceError
 from outsize.base.journal import Journal
+from outsize.base.progress import OnProgress
 from outsize.data import media
 from outsize.data.buckets import CropPlan
 from outsize.data.cache import ContentCache
@@ -32,7 +33,6 @@ OpenImageEncoder = Callable[[], AbstractContextManager[Callable[["Tensor"], "Ten
 OpenTextEncoder = Callable[
     [], AbstractContextManager[Callable[[list[str]], Mapping[str, "Tensor"]]]
 ]
-Progress = Callable[[int, int], None]  # done so far, to be done in all; nothing: never called
 
 LATENT = "latent"  # name of the one tensor of a picture's entry
 
@@ -69,7 +69,7 @@ def cache_latents(
     open_encoder: OpenImageEncoder,
     inputs: Mapping[str, Any],
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     journal: Journal | None = None,
 ) -> CacheReport:
     """Make sure that every picture's latent is cached.
@@ -100,7 +100,7 @@ def cache_texts(
     open_encoder: OpenTextEncoder,
     inputs: Mapping[str, Any],
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     journal: Journal | None = None,
 ) -> CacheReport:
     """Make sure that the embeddings of every different text are cached; see training_texts.
@@ -149,7 +149,7 @@ class _Counter:
     """Counts what a stage encoded, and tells how far it is."""
 
     total: int
-    progress: Progress | None
+    progress: OnProgress | None
     num_done: int = 0
     num_encoded: int = 0
 

@@ -12,15 +12,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outsize.base.errors import SourceError
 from outsize.base.files import write_json_atomically
+from outsize.base.progress import OnProgress
 from outsize.weights.header import Header
-
-Progress = Callable[[int, int], None]
 
 LEDGER_NAME = "digests.json"
 _CHUNK_BYTES = 8 * 2**20
@@ -63,7 +62,7 @@ class DigestLedger:
 
 
 def content_digests(
-    headers: Sequence[Header], ledger: DigestLedger | None, progress: Progress | None = None
+    headers: Sequence[Header], ledger: DigestLedger | None, progress: OnProgress | None = None
 ) -> list[str]:
     """SHA-256 of each file's bytes, in order.
 
@@ -95,7 +94,7 @@ def _known_digest(header: Header, ledger: DigestLedger | None) -> str | None:
     return ledger.look_up(header) if ledger is not None else None
 
 
-def _hash_files(headers: Sequence[Header], progress: Progress | None) -> list[str]:
+def _hash_files(headers: Sequence[Header], progress: OnProgress | None) -> list[str]:
     total = sum(header.file_bytes for header in headers)
     counts = [0] * len(headers)
 

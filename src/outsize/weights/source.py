@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Self
 from outsize.base.errors import SourceError
 from outsize.base.files import json_digest
 from outsize.base.layout import Layout
+from outsize.base.progress import OnProgress
 from outsize.base.table import ShapeTable
 from outsize.weights.dtypes import torch_dtype
 from outsize.weights.header import TensorInfo, read_header
-from outsize.weights.identity import DigestLedger, Progress, content_digests
+from outsize.weights.identity import DigestLedger, content_digests
 from outsize.weights.mapping import MappedSource, map_source
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Source:
         return sum(info.num_bytes for info in self.tensors.values())
 
     def fingerprint(
-        self, ledger: DigestLedger | None = None, progress: Progress | None = None
+        self, ledger: DigestLedger | None = None, progress: OnProgress | None = None
     ) -> str:
         """Content identity of all files, hexadecimal; the same for copies, whatever they are called.
 
