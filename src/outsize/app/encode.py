@@ -80,18 +80,7 @@ def encode_texts(site: Site, encoders: Iterable[TextInputs], texts: Iterable[str
 
 def scan_pictures(site: Site) -> Manifest:
     """The recipe's pictures, all read and hashed."""
-    sets = [
-        PictureSet(
-            folder=one.folder,
-            caption_extension=one.caption_extension,
-            trigger=one.trigger,
-            share=one.share,
-            loss_weight=one.loss_weight,
-            is_regularisation=one.is_regularisation,
-            default_caption=one.default_caption,
-        )
-        for one in site.recipe.data.sets
-    ]
+    sets = [PictureSet(**one.model_dump()) for one in site.recipe.data.sets]
     manifest = scan(sets, facts_file=site.stores.cache_folder / "pictures.json")
     for warning in manifest.warnings:
         site.progress.say(f"warning: {warning}")
