@@ -308,7 +308,7 @@ def pip(title: str, arguments: Sequence[str]) -> None:
 
 def child_environment() -> dict[str, str]:
     """Return our environment with idle OpenMP threads asleep: spinning, they starve the loader."""
-    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
     return {**quiet, **{name: v for name, v in os.environ.items() if name != "PYTHONHOME"}}
 
 

@@ -7,7 +7,7 @@ once, when they are loaded.
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads sleep: spinning ones starve
-os.environ.setdefault("GOMP_SPINCOUNT", "0")  # the test's own process on a machine of few cores
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # the test's own process on a machine of few cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the network is no test of ours
 
 import functools

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outsize.base.errors import RecipeError
+from outsize.base.threads import settle_threads
 
 if TYPE_CHECKING:
     from outsize.app.site import Site
@@ -79,9 +79,7 @@ def open_site(
     plan = plan_here(recipe, device_kind=device)
     if must_fit:
         plan.require_fit()
-    # before torch is imported: two threads that spin stall each other on a busy machine
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    settle_threads()
     from outsize.app.site import open_site as open_in_app
     from outsize.base.units import parse_bytes
     from outsize.cli._progress import open_progress

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outsize.base.threads import settle_threads
 from outsize.cli._site import DeviceOption
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def demo(
 ) -> int:
     """Teach a small 4-bit base what cats are, draw the proof, and score it."""
     started = time.perf_counter()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    settle_threads()
     from outsize.app.demo import run_demo, to_json
     from outsize.cli._progress import open_progress
     from outsize.cli.train import show_step
