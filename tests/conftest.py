@@ -6,8 +6,8 @@ once, when they are loaded.
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads sleep: spinning ones starve
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # the test's own process on a machine of few cores
+# One thread each: the models are tiny, and the files of tests run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the network is no test of ours
 
 import functools

@@ -300,15 +300,6 @@ def test_ctrl_c_leaves_the_child_the_time_to_save() -> None:
         assert process.wait(timeout=30) == 7
 
 
-def test_idle_openmp_threads_sleep_unless_the_user_says_otherwise(
-    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    child = bootstrap.child_environment()
-    assert (child["OMP_WAIT_POLICY"], child["GOMP_SPINCOUNT"]) == ("PASSIVE", "7")
-
-
 def test_bootstrap_imports_only_the_standard_library() -> None:
     """It runs on a bare Python, before anything is installed, the package itself included."""
     tree = ast.parse((ROOT / "bootstrap.py").read_text(encoding="utf-8"))
