@@ -52,12 +52,16 @@ def test_a_micro_batch_depends_on_seed_step_and_place_and_not_on_what_was_asked_
 
 @UNHURRIED
 @given(PLANS)
-def test_all_items_are_of_one_set_and_one_bucket_and_fill_the_batch(plan: Plan) -> None:
+def test_all_items_are_of_one_bucket_and_fill_the_batch_and_sets_mix_only_where_all_sizes_are_equal(
+    plan: Plan,
+) -> None:
     _, entries, batch, _ = plan
+    has_one_size = len({entry.bucket for entry in entries}) == 1
     for micro in first(schedule_of(plan), 40):
         assert len(micro.items) == batch
+        assert has_one_size or len({item.set_index for item in micro.items}) == 1
         for item in micro.items:
-            assert entries[item.picture] == Entry(micro.set_index, micro.bucket)
+            assert entries[item.picture] == Entry(item.set_index, micro.bucket)
 
 
 @UNHURRIED
@@ -67,7 +71,9 @@ def test_with_batch_one_every_epoch_of_a_set_shows_each_picture_exactly_once(pla
     schedule = Schedule(seed, entries, accumulate=accumulate)
     seen: dict[tuple[int, int], list[int]] = {}
     for micro in first(schedule, 4 * len(entries)):
-        seen.setdefault((micro.set_index, micro.epoch), []).append(micro.items[0].picture)
+        seen.setdefault((micro.items[0].set_index, micro.items[0].epoch), []).append(
+            micro.items[0].picture
+        )
     last = {set_index: max(e for s, e in seen if s == set_index) for set_index, _ in seen}
     assert set(last) == {entry.set_index for entry in entries}
     for (set_index, epoch), pictures in seen.items():
@@ -85,7 +91,7 @@ def test_with_larger_batches_no_picture_is_favoured(plan: Plan, num_epochs: int)
     entries = [Entry(0, entry.bucket) for entry in entries]
     counts: Counter[int] = Counter()
     for micro in first(Schedule(seed, entries, batch=batch), num_epochs * len(entries) + 9):
-        if micro.epoch >= num_epochs:
+        if micro.items[0].epoch >= num_epochs:
             break
         counts.update(item.picture for item in micro.items)
     for bucket in BUCKETS:
@@ -95,6 +101,12 @@ def test_with_larger_batches_no_picture_is_favoured(plan: Plan, num_epochs: int)
         assert sum(extra) < batch
         if pictures and num_epochs * len(pictures) % batch == 0:
             assert sum(extra) == 0
+
+
+def test_sets_of_one_size_mix_within_a_micro_batch_by_their_shares() -> None:
+    entries = [Entry(0, BUCKETS[0])] * 16 + [Entry(1, BUCKETS[0])] * 96
+    for micro in first(Schedule(1, entries, batch=8, shares=[None, 0.25]), 200):
+        assert Counter(item.set_index for item in micro.items) == {0: 6, 1: 2}
 
 
 def test_a_bucket_smaller_than_the_batch_wraps_and_comes_up_less_often() -> None:
@@ -147,9 +159,14 @@ def test_set_draws_begin_with_ordinal_zero_and_lose_none(weights: list[int]) -> 
 
 def test_shares_are_kept_and_default_to_the_number_of_pictures() -> None:
     entries = [Entry(0, BUCKETS[0])] * 10 + [Entry(1, BUCKETS[0])] * 90
-    counts = Counter(m.set_index for m in first(Schedule(0, entries, shares=[None, 0.3]), 1000))
+    counts = Counter(
+        m.items[0].set_index for m in first(Schedule(0, entries, shares=[None, 0.3]), 1000)
+    )
     assert counts == {0: 700, 1: 300}
-    assert Counter(m.set_index for m in first(Schedule(0, entries), 1000)) == {0: 100, 1: 900}
+    assert Counter(m.items[0].set_index for m in first(Schedule(0, entries), 1000)) == {
+        0: 100,
+        1: 900,
+    }
 
 
 def test_unstated_shares_divide_what_is_left_by_number_of_pictures() -> None:

@@ -4,17 +4,19 @@ Nothing is replayed and no generator has a state, so resuming needs no loader st
 micro-batch can be asked for in any order at the same price.
 
 How a micro-batch is found, from the outside in:
-1. Micro-batches are numbered n = step * accumulate + place. A comparison of whole numbers says
-   which set number n goes to and how many that set had before (k): sets keep their shares at every
-   moment to within a micro-batch or two, not only on average. A micro-batch is all of one set.
+1. Micro-batches are numbered n = step * accumulate + place. Where all pictures are of one bucket,
+   a micro-batch is made of `batch` draws of one picture each, so that sets mix in it; elsewhere it
+   is one draw, all of one set, since its pictures must share a size. A comparison of whole numbers
+   says which set a draw goes to and how many that set had before: sets keep their shares at every
+   moment to within a draw or two, not only on average.
 2. In each bucket of a set, pictures form an endless stream: all of them in hashed order, then all
-   again in another. The bucket's m-th micro-batch is the m-th run of `batch` pictures. Where the
-   batch does not divide the bucket, a micro-batch reaches over into the next round; a bucket with
-   fewer pictures than the batch holds some of them several times in one micro-batch, with
-   different noise, and comes up as much less often. So no picture is favoured by its size.
-3. An epoch of a set is every micro-batch that begins in that round of its bucket, in hashed order.
-   After E epochs every picture was seen at least E times; with batch 1, or where the batch divides
-   the buckets, exactly E times.
+   again in another. The bucket's m-th draw is the m-th run of pictures in it. Where a draw's length
+   does not divide the bucket, it reaches over into the next round; a bucket with fewer pictures
+   than a draw holds some of them several times in one, with different noise, and comes up as much
+   less often. So no picture is favoured by its size.
+3. An epoch of a set is every draw that begins in that round of its bucket, in hashed order. After E
+   epochs every picture was seen at least E times; with draws of one picture, or where a draw's
+   length divides the buckets, exactly E times.
 """
 
 from __future__ import annotations
@@ -44,23 +46,23 @@ class Entry:
 class Item:
     """One sample: which picture, whether its caption is dropped, and the seed of its noise.
 
-    noise_seed: 63 bits. The low 32 bits alone differ, too, between the first 2**32 samples of a
+    set_index: the picture's set. epoch: of that set, from 0. noise_seed: 63 bits. The low 32 bits alone differ, too, between the first 2**32 samples of a
     run: torch's CPU generator looks at no others.
     """
 
     picture: int
     drops_caption: bool
     noise_seed: int
+    set_index: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples of one set and one bucket."""
+    """Samples of one bucket."""
 
     items: tuple[Item, ...]
     bucket: Bucket
-    set_index: int
-    epoch: int  # of the set, from 0
 
 
 class Schedule:
@@ -78,7 +80,7 @@ class Schedule:
     ) -> None:
         """Make a schedule; it is cheap, and any two made alike are equal.
 
-        shares: for each set its share of micro-batches, None for the sets that divide the rest by
+        shares: for each set its share of samples, None for the sets that divide the rest by
         number of pictures; () is None for all.
         Raises: RecipeError when shares are not in 0..1, leave nothing or too much, or belong to a
         set without pictures.
@@ -97,8 +99,10 @@ class Schedule:
             set_index: sum(map(len, buckets.values())) for set_index, buckets in by_set.items()
         }
         self.shares = exact_shares(shares, counts)
+        num_buckets = len({entry.bucket for entry in entries})
+        self._draws = batch if num_buckets == 1 else 1  # of a micro-batch
         self._streams = {
-            set_index: _Streams(seed, set_index, batch, by_set[set_index])
+            set_index: _Streams(seed, set_index, batch // self._draws, by_set[set_index])
             for set_index in sorted(by_set)
         }
 
@@ -107,18 +111,16 @@ class Schedule:
         assert step >= 0, "steps are counted from 0"
         assert 0 <= place < self.accumulate, "a place is below the number accumulated"
         number = step * self.accumulate + place
-        set_index, ordinal = draw_set(self.shares, number)
-        epoch, bucket, pictures = self._streams[set_index].micro_batch(ordinal)
-        items = (
-            self._item(picture, number * self.batch + position)
-            for position, picture in enumerate(pictures)
-        )
-        return MicroBatch(tuple(items), bucket, set_index, epoch)
-
-    def _item(self, picture: int, sample: int) -> Item:
-        """sample: the number of this sample in the run."""
-        drops = _hash(self.seed, "caption", sample) >> 11 < self._dropout_bound
-        return Item(picture, drops, noise_seed(self.seed, sample))
+        items: list[Item] = []
+        for draw in range(number * self._draws, (number + 1) * self._draws):
+            set_index, ordinal = draw_set(self.shares, draw)
+            epoch, bucket, pictures = self._streams[set_index].draw(ordinal)
+            for picture in pictures:
+                sample = number * self.batch + len(items)
+                drops = _hash(self.seed, "caption", sample) >> 11 < self._dropout_bound
+                seed = noise_seed(self.seed, sample)
+                items.append(Item(picture, drops, seed, set_index, epoch))
+        return MicroBatch(tuple(items), bucket)
 
 
 def exact_shares(
@@ -158,7 +160,7 @@ def exact_shares(
 
 
 def draw_set(shares: Sequence[tuple[int, Fraction]], number: int) -> tuple[int, int]:
-    """Which set micro-batch `number` goes to, and how many it had before.
+    """Which set draw `number` goes to, and how many it had before.
 
     The first set takes number n where floor(n * share + 1/2) is about to rise, which spreads it
     evenly; what it leaves is numbered anew and divided among the others in the same way.
@@ -193,7 +195,7 @@ def noise_seed(seed: int, sample: int) -> int:
 
 
 class _Streams:
-    """The micro-batches of one set, by ordinal."""
+    """The draws of one set, by ordinal."""
 
     def __init__(
         self, seed: int, set_index: int, batch: int, buckets: dict[Bucket, list[int]]
@@ -204,12 +206,12 @@ class _Streams:
         self._buckets = tuple(sorted(buckets))
         self._pictures = tuple(tuple(buckets[bucket]) for bucket in self._buckets)
         self._num_pictures = sum(map(len, self._pictures))
-        # Two epochs are in use where a micro-batch reaches over; a few more for other readers.
+        # Two epochs are in use where a draw reaches over; a few more for other readers.
         self._plan = functools.lru_cache(maxsize=4)(self._make_plan)
         self._round = functools.lru_cache(maxsize=4 * len(self._buckets))(self._make_round)
 
-    def micro_batch(self, ordinal: int) -> tuple[int, Bucket, list[int]]:
-        """Epoch, bucket and picture indices of the set's micro-batch number `ordinal`."""
+    def draw(self, ordinal: int) -> tuple[int, Bucket, list[int]]:
+        """Epoch, bucket and picture indices of the set's draw number `ordinal`."""
         epoch = self._epoch_of(ordinal)
         which, run = self._plan(epoch)[ordinal - self._begin_of(epoch)]
         pictures = self._pictures[which]
@@ -220,11 +222,11 @@ class _Streams:
         return epoch, self._buckets[which], chosen
 
     def _begin_of(self, epoch: int) -> int:
-        """How many micro-batches come before an epoch: those begun in earlier rounds."""
+        """How many draws come before an epoch: those begun in earlier rounds."""
         return sum(-(-epoch * len(pictures) // self._batch) for pictures in self._pictures)
 
     def _epoch_of(self, ordinal: int) -> int:
-        """The epoch that holds a micro-batch, by bisection between bounds of _begin_of.
+        """The epoch that holds a draw, by bisection between bounds of _begin_of.
 
         epoch * num_pictures / batch <= begin <= that + number of buckets.
         """
@@ -239,7 +241,7 @@ class _Streams:
         return low
 
     def _make_plan(self, epoch: int) -> tuple[tuple[int, int], ...]:
-        """(bucket, run) of each micro-batch of an epoch, in hashed order."""
+        """(bucket, run) of each draw of an epoch, in hashed order."""
         runs = [
             (which, run)
             for which, pictures in enumerate(self._pictures)
