@@ -101,7 +101,7 @@ real FLUX.2. It has never seen a picture or a caption with the word "cat": learn
 Pictures are 48 x 48 pixels, 36 tokens of 48 channels. Captions read "crying face, noto style, blue background":
 a name, one of two styles (noto, fluent), one of six backgrounds (white, gray, blue, green, pink, purple).
 Load it with diffusers' `Flux2KleinPipeline` and call it with `height=48, width=48, guidance_scale=2.0,
-num_inference_steps=8, max_sequence_length=20, text_encoder_out_layers=(1, 2, 3)`.
+num_inference_steps=6, max_sequence_length=20, text_encoder_out_layers=(1, 2, 3)`.
 
 Training, on one {training["device"]}, seed {training["seed"]}: autoencoder {vae["samples"]:,} samples
 ({vae["psnr_base"]} dB on its pictures, {vae["psnr_cats"]} dB on cats it never saw), then the transformer alone

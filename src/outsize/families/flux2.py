@@ -109,7 +109,7 @@ _TEACHING: dict[str, Any] = {
     "text": ("qwen3_text", "teaching"),
     "text_tokens": 20,
     "codec": "teaching",
-    "num_steps": 8,
+    "num_steps": 6,
     "guidance": 2.0,
     "is_true_cfg": True,
     "mu": None,  # 36 tokens: it is trained and sampled without a shift
