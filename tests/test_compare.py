@@ -342,7 +342,7 @@ def test_what_is_sampled_is_what_diffusers_pipeline_samples(
         settings = render.settings_of(site)
         shots = [render.Shot(*one) for one in zip(PROMPTS, SEEDS, strict=True)]
         conditions = render._conditions(site, PROMPTS, settings)
-        with adapted(site) as (model, adapter), adapter.disabled():
+        with adapted(site) as (model, adapter, _), adapter.disabled():
             latents = render._latents(site, model, shots, conditions, settings)
         ours = _tokens_of(torch.stack(latents), family)
         pictures = render._decode(site, latents)
