@@ -63,3 +63,35 @@ def test_a_stage_that_fails_is_not_finished_and_leaves_the_next_one_right(
         clock.now += 3
     journal.close()
     assert [(one.name, one.seconds) for one in stages.finished] == [("three", 3)]
+
+
+class Card:
+    """A device whose peak goes up as it is told, and down when it is reset."""
+
+    copies_asynchronously = True
+
+    def __init__(self) -> None:
+        self.peak = 0
+
+    def peak_bytes(self) -> int:
+        return self.peak
+
+    def reset_peak(self) -> None:
+        self.peak = 0
+
+    def release_cached(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def test_a_stage_keeps_the_peak_it_reached_before_a_stage_within_it(tmp_path: Path) -> None:
+    card = Card()
+    journal = Journal(tmp_path / "journal.jsonl")
+    stages = Stages(card, journal)  # type: ignore[arg-type]
+    with stages.stage("outer"):
+        card.peak = 70
+        with stages.stage("inner"):
+            card.peak = 50
+        card.peak = 60
+    journal.close()
+    assert {one.name: one.device_bytes for one in stages.finished} == {"inner": 50, "outer": 70}

@@ -49,24 +49,29 @@ class Stages:
         self.finished: list[Stage] = []
         self._device, self._journal = device, journal
         self._within_s: list[float] = []  # of each open stage: seconds of the stages within it
+        self._peaks: list[int] = []  # of each open stage: device bytes when a stage within it began
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Measure what happens within the block; memory that the stage freed is given back at its end."""
         self._device.release_cached()
+        if self._peaks:
+            self._peaks[-1] = max(self._peaks[-1], self._device.peak_bytes())
         self._device.reset_peak()
         started = time.perf_counter()
         self._within_s.append(0.0)
+        self._peaks.append(0)
         try:
             with MemoryWatch() as watch:
                 yield
                 self._device.synchronize()
         finally:
             seconds = time.perf_counter() - started
-            within_s = self._within_s.pop()
+            within_s, peak_bytes = self._within_s.pop(), self._peaks.pop()
             if self._within_s:
                 self._within_s[-1] += seconds
-        done = Stage(name, seconds - within_s, self._device.peak_bytes(), watch.peak_bytes)
+        peak_bytes = max(peak_bytes, self._device.peak_bytes())
+        done = Stage(name, seconds - within_s, peak_bytes, watch.peak_bytes)
         self.finished.append(done)
         self._journal.write(
             "stage", name=name, seconds=round(done.seconds, 3), device_bytes=done.device_bytes,
