@@ -16,7 +16,7 @@ from outsize.families.protocol import FAMILIES
 from outsize.formats._packing import Packing, assign
 from outsize.formats.protocol import make_format
 from outsize.layers.model import FrozenModel, load_from_store_
-from outsize.placement._spread import choose_resident
+from outsize.placement._spread import as_tiers, choose_resident
 from outsize.placement.protocol import PLACEMENTS, PlacementSettings
 from outsize.weights.source import Source
 from outsize.weights.store import Store
@@ -52,7 +52,9 @@ class TinyBase:
         table = self.family.table(self.variant)
         packets = [self.store.packet(block) for block in range(table.num_blocks)]
         sizes = [packet.streamed_bytes for packet in packets]
-        settings = PlacementSettings(device, sizes, choose_resident(sizes, resident_bytes), slots)
+        settings = PlacementSettings(
+            device, sizes, as_tiers(len(sizes), choose_resident(sizes, resident_bytes)), slots
+        )
         module = self.family.build(self.variant)
         model = FrozenModel(
             module,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.devices.protocol import open_device
-from outsize.placement._spread import choose_resident, spread_evenly
+from outsize.placement._spread import as_tiers, choose_resident, spread_evenly
 from outsize.placement.protocol import PLACEMENTS, PlacementSettings, Sweep
 from outsize.placement.stream import Stream
 
@@ -18,7 +18,9 @@ CPU = open_device("cpu")
 
 
 def _filled(name: str, sizes: list[int], resident: frozenset[int], slots: int):  # noqa: ANN202
-    made = PLACEMENTS.load(name)(PlacementSettings(CPU, sizes, resident, slots))
+    made = PLACEMENTS.load(name)(
+        PlacementSettings(CPU, sizes, as_tiers(len(sizes), resident), slots)
+    )
     staging = torch.empty(max(sizes), dtype=torch.uint8)
     for block, size in enumerate(sizes):
         staging.fill_(block + 1)

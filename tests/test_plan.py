@@ -199,7 +199,7 @@ def test_the_training_step_is_estimated_within_five_percent_of_measured_peaks(
     """
     work = work_of(recipe(**at(resolution)), has_gpu=True)
     holding = (
-        Holding("stream", 3, frozenset(), 56)
+        Holding("stream", 3, ("pinned",) * 56)
         if placement == "stream"
         else resident(work.base, "resident", 3)
     )
@@ -236,7 +236,7 @@ def test_a_batch_and_accumulation_cost_what_they_should() -> None:
     two = work_of(recipe(train={"batch": 2}), has_gpu=True)
     assert two.tokens == 2 * one.tokens
     many = work_of(recipe(train={"accumulate": 4}), has_gpu=True)
-    holding = Holding("stream", 3, frozenset(), 56)
+    holding = Holding("stream", 3, ("pinned",) * 56)
     extra = training_step(many, holding).device_bytes - training_step(one, holding).device_bytes
     assert extra == 4 * one.num_adapter_elements
 
@@ -341,7 +341,7 @@ def test_a_refusal_says_what_it_takes_what_is_there_of_what_and_the_smallest_cha
 def test_changes_that_alter_no_number_are_named_first() -> None:
     """Two slots instead of three, before anything that touches what is learned."""
     work = work_of(recipe(), has_gpu=True)
-    step = training_step(work, Holding("stream", 3, frozenset(), 56))
+    step = training_step(work, Holding("stream", 3, ("pinned",) * 56))
     just_below = (step.device_bytes - 100 * 2**20) / GIB
     refusal = make_plan(recipe(), machine(just_below)).refusal
     assert refusal is not None

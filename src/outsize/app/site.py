@@ -153,7 +153,7 @@ class Site:
         make: Callable[[PlacementSettings], Placement] = PLACEMENTS.load(kind)
         if holding is None:
             return make(PlacementSettings(self.device, sizes))
-        return make(PlacementSettings(self.device, sizes, holding.resident, holding.slots))
+        return make(PlacementSettings(self.device, sizes, holding.tiers, holding.slots))
 
 
 @contextmanager

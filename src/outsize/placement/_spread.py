@@ -6,7 +6,9 @@ planner asks the same question.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from outsize.base.tiers import Tier
 
 
 def spread_evenly(num_blocks: int, num_resident: int) -> frozenset[int]:
@@ -21,3 +23,10 @@ def choose_resident(sizes: Sequence[int], budget_bytes: int) -> frozenset[int]:
         if sum(sizes[block] for block in chosen) <= budget_bytes:
             return chosen
     return frozenset()
+
+
+def as_tiers(
+    num_blocks: int, resident: Collection[int], streamed: Tier = "pinned"
+) -> tuple[Tier, ...]:
+    """The tier of each block when some stay on the device and all others stream from one tier."""
+    return tuple("device" if block in resident else streamed for block in range(num_blocks))

@@ -7,11 +7,12 @@ factory `(settings: PlacementSettings) -> Placement`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from outsize.base.catalogue import Catalogue
+from outsize.base.tiers import Tier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,14 +27,20 @@ Sweep = Literal["forward", "train"]
 class PlacementSettings:
     """What every placement is made from.
 
-    sizes: streamed bytes of each block's packet. resident: blocks that stay on the device in any case. slots: device
-    buffers that streamed blocks share.
+    sizes: streamed bytes of each block's packet. tiers: where each block is kept, () for a placement that has but one
+    place. slots: device buffers that streamed blocks share. read: fills a uint8 host tensor with a block's streamed
+    bytes from the store; needed by blocks on disk.
     """
 
     device: Device
     sizes: Sequence[int]
-    resident: frozenset[int] = frozenset()
+    tiers: Sequence[Tier] = ()
     slots: int = 3
+    read: Callable[[int, Tensor], None] | None = None
+
+    def blocks_in(self, tier: Tier) -> list[int]:
+        """The blocks that a tier keeps, in running order."""
+        return [block for block, one in enumerate(self.tiers) if one == tier]
 
 
 class Placement(Protocol):

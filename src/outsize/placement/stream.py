@@ -20,7 +20,7 @@ class Stream:
 
     def __init__(self, settings: PlacementSettings) -> None:
         self._sizes = list(settings.sizes)
-        self._resident = settings.resident
+        self._resident = frozenset(settings.blocks_in("device"))
         self._order = [block for block in range(len(self._sizes)) if block not in self._resident]
         num_slots = min(max(settings.slots, 1), len(self._order)) if self._order else 0
         self._device = settings.device.torch_device

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from outsize.base.units import format_bytes
 from outsize.devices._profile import MachineProfile
-from outsize.placement._spread import choose_resident
+from outsize.placement._spread import as_tiers, choose_resident
 from outsize.plan import estimate
 from outsize.plan.estimate import Holding, Phase
 from outsize.plan.names import AUTO
@@ -128,8 +128,8 @@ def _keeping(work: Work, asked: PlacementChoice, budget: Budget, *, room: int) -
     """As many blocks kept as fit into `room` bytes, the others streamed."""
     kind = STREAM if asked.kind == AUTO else asked.kind
     sizes = [block.streamed_bytes for block in work.base.blocks]
-    holding = Holding(kind, asked.slots, choose_resident(sizes, room), len(sizes))
-    return _outcome(work, holding, budget)
+    tiers = as_tiers(len(sizes), choose_resident(sizes, room))
+    return _outcome(work, Holding(kind, asked.slots, tiers), budget)
 
 
 _BASE_PHASES = ("train step", "train update", "sample")
@@ -177,7 +177,7 @@ def _encoder_holding(work: Work, sizes: ModelSizes, budget: Budget) -> Holding:
     # an encoder's activations are those of one caption: an eighth of the card is ample
     if need <= budget.device_bytes * 7 // 8:
         return kept
-    return Holding(STREAM, slots, frozenset(), len(sizes.blocks))
+    return Holding(STREAM, slots, as_tiers(len(sizes.blocks), ()))
 
 
 def _choice(outcome: _Outcome, why: str) -> Choice:

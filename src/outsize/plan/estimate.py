@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from outsize.base.tiers import Tier
+from outsize.placement._spread import as_tiers
 from outsize.plan.sizes import ModelSizes
 from outsize.plan.work import Conditioner, Work
 from outsize.weights.budget import MAX_SLAB_BYTES
@@ -50,16 +52,27 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How one model's blocks are held: kind names the placement, resident the blocks that stay on the device.
+    """How one model's blocks are held: kind names the placement, tiers where each block is kept.
 
-    keeps_activations: blocks keep what they compute for backward, instead of running again there.
+    keeps_activations: blocks keep what they compute for backward, instead of running again there. offloads_inputs: the
+    inputs of blocks wait in host memory for backward.
     """
 
     kind: str
     slots: int
-    resident: frozenset[int]
-    num_blocks: int
+    tiers: tuple[Tier, ...]
     keeps_activations: bool = False
+    offloads_inputs: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks."""
+        return len(self.tiers)
+
+    @property
+    def resident(self) -> frozenset[int]:
+        """The blocks that stay on the device."""
+        return frozenset(block for block, tier in enumerate(self.tiers) if tier == "device")
 
     @property
     def num_streamed(self) -> int:
@@ -93,7 +106,7 @@ class Phase:
 def resident(model: ModelSizes, kind: str, slots: int) -> Holding:
     """Every block stays on the device."""
     count = len(model.blocks)
-    return Holding(kind, slots, frozenset(range(count)), count)
+    return Holding(kind, slots, as_tiers(count, range(count)))
 
 
 def training_step(work: Work, holding: Holding) -> Phase:

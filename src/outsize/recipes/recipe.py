@@ -183,6 +183,21 @@ class PlacementChoice(Section):
         description="Blocks kept on the device while others stream, as in '4 GiB'; null: none when kind is stream, as "
         "many as fit when it is auto.",
     )
+    pinned_bytes: Bytes | None = Field(
+        default=None,
+        description="Page-locked host memory for streamed blocks; what exceeds it is kept in ordinary memory or on disk; "
+        "null: as planned.",
+    )
+    pageable_bytes: Bytes | None = Field(
+        default=None,
+        description="Ordinary host memory for streamed blocks that are not pinned; what exceeds it is read from the store "
+        "each time; null: as planned.",
+    )
+    offload_inputs: bool | None = Field(
+        default=None,
+        description="Keep the blocks' inputs in host memory between the way up and the way down; null: when the card is "
+        "too small for them.",
+    )
     recompute: bool | None = Field(
         default=None,
         description="Run resident blocks again for backward instead of keeping what they computed; null: except on a CPU "

@@ -80,6 +80,20 @@ class TrainChoice(Section):
     timesteps: TimestepChoice = Field(
         default_factory=TimestepChoice, description="How the noise level of each sample is drawn."
     )
+    arithmetic: Text = Field(
+        default="auto",
+        description="Products with frozen matrices: bf16 (the device's own type), fp8 (e4m3 on cards that have it), or auto "
+        "(fp8 where training was shown to be as good).",
+    )
+    compile: bool | None = Field(
+        default=None,
+        description="Compile the blocks, which takes a minute at the first step and saves a fifth of the others; null: as "
+        "planned.",
+    )
+    exact: bool = Field(
+        default=True,
+        description="Use only kernels that give the same bits each time, so that a resumed run equals an unbroken one.",
+    )
     guidance: float | None = Field(
         default=None,
         ge=0,
