@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.base.tiers import TIERS
 from outsize.devices.protocol import open_device
-from outsize.placement._spread import as_tiers, choose_resident, spread_evenly
+from outsize.placement._spread import as_tiers, choose_resident, choose_tiers, spread_evenly
 from outsize.placement.protocol import PLACEMENTS, PlacementSettings, Sweep
 from outsize.placement.stream import Stream
 
@@ -111,3 +112,32 @@ def test_resident_blocks_are_spread_evenly() -> None:
     chosen = sorted(spread_evenly(56, 14))
     gaps = {after - before for before, after in itertools.pairwise(chosen)}
     assert gaps == {4}
+
+
+SIZES = st.lists(st.integers(1, 1000), max_size=40)
+BYTES = st.integers(0, 12_000)
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, device=BYTES, pinned=BYTES, pageable=BYTES)
+def test_every_tier_keeps_within_its_bytes_and_the_device_takes_what_it_can(
+    sizes: list[int], device: int, pinned: int, pageable: int
+) -> None:
+    tiers = choose_tiers(sizes, device, pinned, pageable)
+    assert len(tiers) == len(sizes)
+    for tier, limit in {"device": device, "pinned": pinned, "pageable": pageable}.items():
+        held = sum(size for size, one in zip(sizes, tiers, strict=True) if one == tier)
+        assert held <= limit
+    resident = {block for block, tier in enumerate(tiers) if tier == "device"}
+    assert resident == choose_resident(sizes, device)
+    assert choose_tiers(sizes, device, 10**9, 0) == as_tiers(len(sizes), resident)
+
+
+def test_each_tier_takes_its_share_and_is_spread_evenly() -> None:
+    tiers = choose_tiers([10] * 56, 140, 140, 140)
+    for tier in TIERS:
+        held = [block for block, one in enumerate(tiers) if one == tier]
+        assert len(held) == 14, f"a quarter of the blocks is in {tier}"
+        gaps = {after - before for before, after in itertools.pairwise(held)}
+        assert max(gaps) <= 6, f"{tier} blocks lie {gaps} apart, evenly would be 4"
+    assert choose_tiers([10] * 4, 0, 0, 0) == ("disk",) * 4
