@@ -53,7 +53,7 @@ NAME_EXCEPTIONS = (
     # defaults, each stated once, where the person who leaves the choice open will look
     ("recipes/recipe.py", "formats/nf4.py", "the default of a recipe that names no format"),
     ("cli/export.py", "dialects/diffusion_model.py", "the default of --to"),
-    ("app/site.py", "placement/*", "what a recipe gets that leaves the placement at auto"),
+    ("app/models.py", "placement/*", "where a model without blocks is put"),
 )
 
 MAX_FILE_LINES = 400

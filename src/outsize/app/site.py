@@ -5,7 +5,7 @@ A site opens one model at a time: `opened` prepares the part's store if it is mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outsize.app.models import build_model
 from outsize.app.parts import Part
 from outsize.app.prepare import prepare_store
 from outsize.app.stages import Stages
@@ -24,7 +25,6 @@ from outsize.base.progress import Progress, Silent
 from outsize.base.units import format_bytes
 from outsize.data.cache import ContentCache
 from outsize.layers.model import FrozenModel, load_from_store_
-from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings
 from outsize.runs.checkpoint import all_checkpoints
 from outsize.runs.folder import RunFolder
 from outsize.weights.budget import trim_heap
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from outsize.recipes.recipe import Recipe
     from outsize.weights.store import Store
 
-_WITHOUT_BLOCKS = "resident"
 DEFAULT_RAM_BYTES = 2 << 30  # what preparing may take of the host's memory unless --ram says
 
 
@@ -121,39 +120,19 @@ class Site:
 
     def _load(self, part: Part, store: Store) -> FrozenModel:
         table, device = part.family.table(part.variant), self.device
-        packets = [store.packet(block) for block in range(table.num_blocks)]
-        module = part.family.build(part.variant)
-        model = FrozenModel(
-            module,
-            table=table,
-            block_paths=part.family.block_paths(part.variant),
-            packing=part.packing.formats,
-            packets=packets,
-            placement=self._placement(part.slot, [packet.streamed_bytes for packet in packets]),
-            device=device.torch_device,
-            compute=device.compute_dtype,
-            recomputes=not self._keeps_activations(part.slot),
+        model = build_model(
+            part,
+            [store.packet(block) for block in range(table.num_blocks)],
+            holding=self.plan.holding_of(part.slot),
+            device=device,
         )
         load_from_store_(model, store)
         self.journal.write(
             "loaded", slot=part.slot, kernel=part.packing.packed.kernel(device.torch_device),
             device_bytes=model.placement.device_bytes(), host_bytes=model.placement.host_bytes(),
         )  # fmt: skip
-        part.family.materialise_buffers(module, device.torch_device)
+        part.family.materialise_buffers(model.module, device.torch_device)
         return model
-
-    def _keeps_activations(self, slot: str) -> bool:
-        holding = self.plan.holding_of(slot)
-        return holding is not None and holding.keeps_activations
-
-    def _placement(self, slot: str, sizes: list[int]) -> Placement:
-        """The placement that the plan chose; a model without blocks has nothing to place."""
-        holding = self.plan.holding_of(slot)
-        kind = _WITHOUT_BLOCKS if holding is None else holding.kind
-        make: Callable[[PlacementSettings], Placement] = PLACEMENTS.load(kind)
-        if holding is None:
-            return make(PlacementSettings(self.device, sizes))
-        return make(PlacementSettings(self.device, sizes, holding.tiers, holding.slots))
 
 
 @contextmanager
