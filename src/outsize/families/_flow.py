@@ -30,6 +30,20 @@ def flow_sigmas(num_steps: int, mu: float | None) -> list[float]:
     return [*(float(sigma) for sigma in sigmas.astype(np.float32)), 0.0]
 
 
+def scheduler_config(*, is_shifted: bool, **others: Any) -> dict[str, Any]:
+    """What the published scheduler_config.json says; others: values of one generation alone."""
+    return {
+        "_class_name": "FlowMatchEulerDiscreteScheduler",
+        "num_train_timesteps": 1000,
+        "shift": 3.0 if is_shifted else 1.0,
+        "use_dynamic_shifting": is_shifted,
+        "base_shift": 0.5,
+        "max_shift": 1.15,
+        "base_image_seq_len": 256,
+        **others,
+    }
+
+
 def check_guidance(variant: str, guidance: float | None, *, is_needed: bool) -> None:
     """Refuse a guidance that the model has no input for, and a missing one.
 

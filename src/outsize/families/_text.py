@@ -9,15 +9,16 @@ Dimensions: B batch, T tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from outsize.base.errors import SourceError
 from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.families._build import build_on_meta, row_of
 from outsize.families._specs import Specs, embedding, linear, norm, within
+from outsize.families.protocol import Published
 
 if TYPE_CHECKING:
     import torch
@@ -91,12 +92,25 @@ class Decoder:
         """Layers that are loaded."""
         return max(self.read)
 
+    @property
+    def depth(self) -> dict[str, int]:
+        """Blocks by kind."""
+        return {"layer": self.num_layers}
+
+    def at_depth(self, counts: tuple[int, ...], conditioners: str) -> Self:
+        """The same widths with fewer layers, read at the same fractions of the depth (a layer may be read twice)."""
+        if conditioners:
+            raise ValueError("it has no text encoder of its own")
+        first, second, third = (max(1, k * counts[0] // self.num_layers) for k in self.read)
+        return replace(self, num_layers=counts[0], read=(first, second, third))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderText:
     """A text encoder family over a decoder of transformers.
 
-    prefixes: where its files keep the decoder. has_head_norms: query and key are normed per head. make: upstream's
+    prefixes: where its files keep the decoder. publish: (upstream's class, config.json) from the decoder's values.
+    has_head_norms: query and key are normed per head. make: upstream's
     decoder from config values. tokenize_batch: (tokenizer, texts, max_length) -> what upstream's pipeline makes.
     """
 
@@ -105,6 +119,7 @@ class DecoderText:
     prefixes: tuple[str, ...]
     has_head_norms: bool
     norm_epsilon: float
+    publish: Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]
     make: Callable[[dict[str, Any]], nn.Module]
     tokenize_batch: Callable[[Any, Sequence[str], int], Mapping[str, Tensor]]
 
@@ -153,6 +168,15 @@ class DecoderText:
             "max_position_embeddings": row.max_positions,
             "rope_parameters": {"rope_type": "default", "rope_theta": row.rope_theta},
         }
+
+    def published(self, variant: str) -> Published:
+        """The whole decoder: the layers above those that are read too, and the norm; neither head nor vision tower."""
+        row = row_of(self.name, self.rows, variant)
+        layer = _layer(row, has_head_norms=self.has_head_norms)
+        above = range(row.num_read_layers, row.num_layers)
+        unread = tuple(spec for i in above for spec in within(f"layers.{i}", layer))
+        upstream, config = self.publish(self.config(variant))
+        return Published("transformers", upstream, config, (*unread, *norm("norm", row.width)))
 
     def build(self, variant: str) -> nn.Module:
         """The decoder without what lies above the last layer that is read."""

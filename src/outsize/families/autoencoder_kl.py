@@ -20,6 +20,7 @@ from outsize.families._codec import (
     encoder_specs,
     single_file_rules,
 )
+from outsize.families.protocol import Published
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,10 @@ class AutoencoderKl:
             "use_quant_conv": False,
             "use_post_quant_conv": False,
         }
+
+    def published(self, variant: str) -> Published:
+        """AutoencoderKL."""
+        return Published("diffusers", "AutoencoderKL", self.config(variant))
 
     def build(self, variant: str) -> nn.Module:
         """AutoencoderKL on meta."""

@@ -21,6 +21,7 @@ from outsize.families._codec import (
     single_file_rules,
 )
 from outsize.families._specs import Specs, conv
+from outsize.families.protocol import Published
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +95,10 @@ class AutoencoderKlFlux2:
             "batch_norm_momentum": 0.1,
             "patch_size": [_PATCH, _PATCH],
         }
+
+    def published(self, variant: str) -> Published:
+        """AutoencoderKLFlux2."""
+        return Published("diffusers", "AutoencoderKLFlux2", self.config(variant))
 
     def build(self, variant: str) -> nn.Module:
         """AutoencoderKLFlux2 on meta."""

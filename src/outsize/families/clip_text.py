@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.families._build import build_on_meta, row_of
 from outsize.families._specs import Specs, embedding, linear, norm, within
 from outsize.families._text import token_ids
+from outsize.families.protocol import Published
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,17 @@ class Variant:
     num_heads: int
     vocabulary: int
     max_length: int
+
+    @property
+    def depth(self) -> dict[str, int]:
+        """Blocks by kind."""
+        return {"layer": self.num_layers}
+
+    def at_depth(self, counts: tuple[int, ...], conditioners: str) -> Self:
+        """The same widths with fewer layers."""
+        if conditioners:
+            raise ValueError("it has no text encoder of its own")
+        return replace(self, num_layers=counts[0])
 
 
 VARIANTS: dict[str, Variant] = {
@@ -107,6 +119,11 @@ class ClipText:
             # as published: 2 means that the state is read at the largest token id, which is the end token's
             "eos_token_id": 2,
         }
+
+    def published(self, variant: str) -> Published:
+        """CLIPTextModel."""
+        config = {"model_type": "clip_text_model", **self.config(variant)}
+        return Published("transformers", "CLIPTextModel", config)
 
     def build(self, variant: str) -> nn.Module:
         """CLIPTextModel on meta."""

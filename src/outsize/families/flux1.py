@@ -9,16 +9,16 @@ Dimensions: B batch, C channels, H W latent height and width, N image tokens, T 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.families._bfl import block_paths
 from outsize.families._build import build_on_meta, row_of
-from outsize.families._flow import check_guidance, exact_time, flow_sigmas
+from outsize.families._flow import check_guidance, exact_time, flow_sigmas, scheduler_config
 from outsize.families._generation1 import SINGLE_FILE, shape_table
-from outsize.families.protocol import Component
+from outsize.families.protocol import DEPTH_MARK, Component, Published
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +59,16 @@ class Variant:
     def width(self) -> int:
         """Width of the streams."""
         return self.num_heads * self.head_dim
+
+    @property
+    def depth(self) -> dict[str, int]:
+        """Blocks by kind."""
+        return {"double": self.num_double, "single": self.num_single}
+
+    def at_depth(self, counts: tuple[int, ...], conditioners: str) -> Self:
+        """The same widths with fewer blocks, and with fewer layers of T5."""
+        row = replace(self, num_double=counts[0], num_single=counts[1])
+        return replace(row, t5=f"{row.t5}{DEPTH_MARK}{conditioners}") if conditioners else row
 
 
 _FULL: dict[str, Any] = {
@@ -162,6 +172,17 @@ class Flux1:
             "guidance_embeds": row.has_guidance,
             "axes_dims_rope": list(row.axes),
         }
+
+    def published(self, variant: str) -> Published:
+        """FluxTransformer2DModel, its pipeline and scheduler."""
+        row = row_of("flux1", VARIANTS, variant)
+        return Published(
+            "diffusers",
+            "FluxTransformer2DModel",
+            self.config(variant),
+            pipeline="FluxPipeline",
+            scheduler=scheduler_config(is_shifted=row.is_shifted, max_image_seq_len=4096),
+        )
 
     def build(self, variant: str) -> nn.Module:
         """FluxTransformer2DModel on meta."""

@@ -10,16 +10,16 @@ Dimensions: B batch, C channels, H W latent height and width, N image tokens, T 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.families._bfl import block_paths
 from outsize.families._build import build_on_meta, row_of
-from outsize.families._flow import check_guidance, exact_time, flow_sigmas
+from outsize.families._flow import check_guidance, exact_time, flow_sigmas, scheduler_config
 from outsize.families._generation2 import SINGLE_FILE, shape_table
-from outsize.families.protocol import Component
+from outsize.families.protocol import DEPTH_MARK, Component, Published
 
 if TYPE_CHECKING:
     import torch
@@ -61,11 +61,26 @@ class Variant:
     axes: tuple[int, ...] = (32, 32, 32, 32)
     text_tokens: int = 512
     mu: Callable[[int, int], float] | None = empirical_mu
+    pipeline: str = "Flux2KleinPipeline"
 
     @property
     def width(self) -> int:
         """Width of the streams."""
         return self.num_heads * self.head_dim
+
+    @property
+    def depth(self) -> dict[str, int]:
+        """Blocks by kind."""
+        return {"double": self.num_double, "single": self.num_single}
+
+    def at_depth(self, counts: tuple[int, ...], conditioners: str) -> Self:
+        """The same widths with fewer blocks, and with fewer layers of the text encoder."""
+        row = replace(self, num_double=counts[0], num_single=counts[1])
+        return (
+            replace(row, text=(row.text[0], f"{row.text[1]}{DEPTH_MARK}{conditioners}"))
+            if conditioners
+            else row
+        )
 
 
 # klein and klein-base differ in weights and sampling only: the distilled ones take 4 steps and no guidance (model card,
@@ -128,6 +143,7 @@ VARIANTS: dict[str, Variant] = {
         num_steps=50,  # the pipeline's default; the model card calls 28 a good trade-off
         guidance=4.0,
         has_guidance=True,
+        pipeline="Flux2Pipeline",
     ),
     "klein-4b": Variant(**_KLEIN_4B, **_DISTILLED),
     "klein-9b": Variant(**_KLEIN_9B, **_DISTILLED),
@@ -135,7 +151,12 @@ VARIANTS: dict[str, Variant] = {
     "klein-base-9b": Variant(**_KLEIN_9B, **_BASE),
     "teaching": Variant(**_TEACHING),
     "tiny": Variant(
-        **_TINY, text=("mistral3_text", "tiny"), num_steps=4, guidance=4.0, has_guidance=True
+        **_TINY,
+        text=("mistral3_text", "tiny"),
+        num_steps=4,
+        guidance=4.0,
+        has_guidance=True,
+        pipeline="Flux2Pipeline",
     ),
     "tiny-klein": Variant(
         **_TINY, text=("qwen3_text", "tiny"), num_steps=4, guidance=4.0, is_true_cfg=True
@@ -193,6 +214,17 @@ class Flux2:
             "eps": 1e-6,
             "guidance_embeds": row.has_guidance,
         }
+
+    def published(self, variant: str) -> Published:
+        """Flux2Transformer2DModel, its pipeline and scheduler."""
+        row = row_of("flux2", VARIANTS, variant)
+        return Published(
+            "diffusers",
+            "Flux2Transformer2DModel",
+            self.config(variant),
+            pipeline=row.pipeline,
+            scheduler=scheduler_config(is_shifted=row.mu is not None),
+        )
 
     def build(self, variant: str) -> nn.Module:
         """Flux2Transformer2DModel on meta."""

@@ -49,6 +49,11 @@ SYSTEM_MESSAGE = (
 )
 
 
+def _publish(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    text = {"model_type": "mistral", **config}
+    return "Mistral3ForConditionalGeneration", {"model_type": "mistral3", "text_config": text}
+
+
 def _make(config: dict[str, Any]) -> nn.Module:
     from transformers import MistralConfig, MistralModel
 
@@ -84,6 +89,7 @@ plugin = DecoderText(
     prefixes=("language_model.model.", "model.language_model.", "model.", ""),
     has_head_norms=False,
     norm_epsilon=1e-5,
+    publish=_publish,
     make=_make,
     tokenize_batch=_tokenize,
 )

@@ -11,19 +11,20 @@ Dimensions: B batch, C channels, H W latent height and width, T text tokens, D w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from outsize.base.catalogue import Catalogue
 from outsize.base.layout import Layout
-from outsize.base.table import ShapeTable
+from outsize.base.table import ShapeTable, TensorSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
 FAMILIES = Catalogue("outsize.families", "family")
+DEPTH_MARK = "@"  # "dev@2+6" is dev's widths with 2 blocks of its first kind and 6 of its second
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,48 @@ class Component:
     tokenizer: str | None = None
 
 
+def without_depth(variant: str) -> str:
+    """The variant as it is listed: "dev" of "dev@2+6"."""
+    return variant.partition(DEPTH_MARK)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """How one model lies in a repository of the library that defines it.
+
+    library, upstream: whose class it is, and which. config: what config.json says besides the class. unread: tensors of
+    the published files beyond the table, under our names (layers above those that are read). pipeline, scheduler: for
+    bases, the class that joins all parts, and scheduler_config.json.
+    """
+
+    library: Literal["diffusers", "transformers"]
+    upstream: str
+    config: Mapping[str, Any]
+    unread: tuple[TensorSpec, ...] = ()
+    pipeline: str = ""
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def stem(self) -> str:
+        """Name of the weights without their ending."""
+        return "diffusion_pytorch_model" if self.library == "diffusers" else "model"
+
+    @property
+    def config_json(self) -> dict[str, Any]:
+        """config.json whole."""
+        is_diffusers = self.library == "diffusers"
+        head = (
+            {"_class_name": self.upstream} if is_diffusers else {"architectures": [self.upstream]}
+        )
+        return {**head, **self.config}
+
+
 class ModelFamily(Protocol):
     """Shape table, upstream class, files."""
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Names of the variants: sizes of the architecture, the tiny one included."""
+        """Names of the variants: sizes of the architecture, the tiny one included; at full depth."""
 
     def table(self, variant: str) -> ShapeTable:
         """Every tensor that is loaded, blocks in running order; no torch."""
@@ -56,6 +93,9 @@ class ModelFamily(Protocol):
 
     def block_paths(self, variant: str) -> tuple[str, ...]:
         """Module path of each block, by block number; () when nothing streams."""
+
+    def published(self, variant: str) -> Published:
+        """How it lies in a repository, apart from the names of its tensors (the first of `layouts`)."""
 
     def build(self, variant: str) -> nn.Module:
         """Upstream's module on the meta device, in eval mode; its state dict has the table's names and shapes."""

@@ -55,6 +55,10 @@ VARIANTS: dict[str, Decoder] = {
 }
 
 
+def _publish(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return "Qwen3ForCausalLM", {"model_type": "qwen3", **config}
+
+
 def _make(config: dict[str, Any]) -> nn.Module:
     from transformers import Qwen3Config, Qwen3Model
 
@@ -85,6 +89,7 @@ plugin = DecoderText(
     prefixes=("model.", ""),
     has_head_norms=True,
     norm_epsilon=1e-6,
+    publish=_publish,
     make=_make,
     tokenize_batch=_tokenize,
 )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from outsize.base.layout import Layout, Rule
 from outsize.base.table import ShapeTable
 from outsize.families._build import build_on_meta, row_of
 from outsize.families._specs import Specs, embedding, linear, norm, within
 from outsize.families._text import token_ids
+from outsize.families.protocol import Published
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,17 @@ class Variant:
     head_dim: int
     vocabulary: int
     max_length: int
+
+    @property
+    def depth(self) -> dict[str, int]:
+        """Blocks by kind."""
+        return {"layer": self.num_layers}
+
+    def at_depth(self, counts: tuple[int, ...], conditioners: str) -> Self:
+        """The same widths with fewer layers."""
+        if conditioners:
+            raise ValueError("it has no text encoder of its own")
+        return replace(self, num_layers=counts[0])
 
 
 _XXL: dict[str, int] = {
@@ -129,6 +141,11 @@ class T5Text:
             "layer_norm_epsilon": 1e-6,
             "tie_word_embeddings": False,
         }
+
+    def published(self, variant: str) -> Published:
+        """T5EncoderModel."""
+        config = {"model_type": "t5", **self.config(variant)}
+        return Published("transformers", "T5EncoderModel", config)
 
     def build(self, variant: str) -> nn.Module:
         """T5EncoderModel on meta, without the second name of its token table."""

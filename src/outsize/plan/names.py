@@ -11,7 +11,7 @@ from typing import cast
 
 from outsize.base.catalogue import Catalogue, nearest
 from outsize.base.errors import RecipeError
-from outsize.families.protocol import FAMILIES, BaseFamily, Component
+from outsize.families.protocol import FAMILIES, BaseFamily, Component, without_depth
 from outsize.formats.protocol import make_format
 from outsize.placement.protocol import PLACEMENTS
 from outsize.recipes.load import raise_faults
@@ -40,10 +40,14 @@ def check_variant(family: str, variant: str) -> BaseFamily:
     Raises: RecipeError with the nearest name when the family or the variant does not exist.
     """
     found = base_family(family)
-    if variant not in found.variants:
+    if without_depth(variant) not in found.variants:
         raise RecipeError(
             f"{family} has no variant {variant!r}; {nearest(variant, found.variants)}"
         )
+    for part in found.components(variant):
+        FAMILIES.load(part.family).block_paths(
+            part.variant
+        )  # refuses a depth that it does not have
     return found
 
 
