@@ -404,6 +404,7 @@ def test_the_json_of_a_plan_keeps_its_keys() -> None:
         "refusal",
         "machine",
         "budget",
+        "compute",
         "placement",
         "runner_up",
         "peak",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outsize.base.errors import SourceError
 from outsize.data.manifest import PICTURE_EXTENSIONS
-from outsize.devices._profile import MachineProfile, read_machine, stated
+from outsize.devices._profile import MachineProfile, limited, read_machine, stated
+from outsize.devices._rates import rates_folder, rates_of
 from outsize.plan.plan import Plan
 from outsize.plan.planner import make_plan
 from outsize.recipes.recipe import Recipe
@@ -18,16 +20,39 @@ if TYPE_CHECKING:
 CPU = "cpu"
 
 
-def plan_here(recipe: Recipe, *, device_kind: str | None = None) -> Plan:
+def plan_here(
+    recipe: Recipe,
+    *,
+    device_kind: str | None = None,
+    vram_limit: int | None = None,
+    ram_bytes: int | None = None,
+) -> Plan:
     """The recipe's plan on this machine; device_kind "cpu" plans as if there were no GPU.
 
+    vram_limit: bytes of the card that may be used, the driver's context among them. ram_bytes: the RAM that there is, where
+    the system tells of less than it will give.
     Raises: RecipeError for names that do not exist.
     """
     machine = read_machine(recipe.cache_folder())
     if device_kind == CPU:
         cpu = stated(vram_bytes=0, ram_bytes=None, gpu=None, base=machine)
         machine = replace(cpu, is_stated=False)
-    return make_plan(recipe, machine, num_pictures=count_pictures(recipe))
+    return _plan(recipe, limited(machine, vram_bytes=vram_limit, ram_bytes=ram_bytes))
+
+
+def _plan(recipe: Recipe, machine: MachineProfile) -> Plan:
+    return make_plan(
+        recipe,
+        machine,
+        num_pictures=count_pictures(recipe),
+        rates=rates_of(machine, folder=rates_folder()),
+        has_triton=has_triton(),
+    )
+
+
+def has_triton() -> bool:
+    """Whether what compiling needs is installed here; found, not imported."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def plan_on(recipe: Recipe, device: Device, plan: Plan) -> Plan:
@@ -41,7 +66,7 @@ def plan_on(recipe: Recipe, device: Device, plan: Plan) -> Plan:
         vram_bytes=device.free_bytes() if is_gpu else None,
         vram_free_bytes=device.free_bytes() if is_gpu else None,
     )
-    return make_plan(recipe, machine, num_pictures=count_pictures(recipe))
+    return _plan(recipe, machine)
 
 
 def require_pictures(recipe: Recipe) -> None:

@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,25 @@ SYSTEM_RAM_BYTES = 2 << 30  # what the system and a desktop keep of the RAM of a
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One card as its vendor's tool tells of it. Bytes are None where the tool gives none (memory shared with the CPU)."""
+    """One card as its vendor's tool tells of it. Bytes are None where the tool gives none (memory shared with the CPU).
+
+    compute_capability: of CUDA, as in 8.9; None where the tool gives none.
+    """
 
     name: str
     total_bytes: int | None
     free_bytes: int | None
     index: str = "0"
     uuid: str = ""
+    compute_capability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
     """Memory and names of one machine. vram_* are None where there is no GPU; disk_free_bytes where nobody asked.
 
-    is_unified: GPU and CPU share the RAM. is_stated: told by the user, not read from this machine.
+    is_unified: GPU and CPU share the RAM. is_stated: told by the user, not read from this machine. compute_capability: of
+    a CUDA card, as in 8.9; None where nobody told.
     """
 
     device: str
@@ -51,6 +56,7 @@ class MachineProfile:
     os: str
     is_unified: bool = False
     is_stated: bool = False
+    compute_capability: float | None = None
 
     @property
     def has_gpu(self) -> bool:
@@ -84,7 +90,29 @@ def read_machine(cache: Path | None = None) -> MachineProfile:
         num_cores=_num_cores(),
         os=platform.system(),
         is_unified=is_unified,
+        compute_capability=None if gpu is None else gpu.compute_capability,
     )
+
+
+def limited(
+    machine: MachineProfile, *, vram_bytes: int | None = None, ram_bytes: int | None = None
+) -> MachineProfile:
+    """The same machine with less: vram_bytes as a cap on the card, ram_bytes as the RAM that there is in truth.
+
+    Of stated RAM what this process may take is all but the system's share: what is free now says nothing where the system
+    grows its memory on demand.
+    """
+    if vram_bytes is not None and machine.vram_bytes is not None:
+        free = machine.vram_bytes if machine.vram_free_bytes is None else machine.vram_free_bytes
+        machine = replace(
+            machine,
+            vram_bytes=min(machine.vram_bytes, vram_bytes),
+            vram_free_bytes=min(free, vram_bytes),
+        )
+    if ram_bytes is not None:
+        available = max(0, ram_bytes - SYSTEM_RAM_BYTES)
+        machine = replace(machine, ram_bytes=ram_bytes, ram_available_bytes=available)
+    return machine
 
 
 def stated(
@@ -115,6 +143,7 @@ def stated(
         os=base.os,
         is_unified=base.is_unified and vram_bytes is None,
         is_stated=True,
+        compute_capability=base.compute_capability if vram_bytes is None and gpu is None else None,
     )
 
 
@@ -143,12 +172,22 @@ def visible_gpu(gpus: list[Gpu], environment: Mapping[str, str]) -> Gpu | None:
 
 
 def parse_nvidia_smi(output: str) -> list[Gpu]:
-    """Read `index, uuid, name, memory.total, memory.free` in MiB; "[N/A]" where memory is the CPU's."""
+    """Read `index, uuid, name, memory.total, memory.free` in MiB; "[N/A]" where memory is the CPU's.
+
+    A sixth column, compute_cap, is there where the driver knows it.
+    """
     rows = [[cell.strip() for cell in row] for row in csv.reader(output.splitlines())]
     return [
-        Gpu(row[2], _mebibytes(row[3]), _mebibytes(row[4]), index=row[0], uuid=row[1])
+        Gpu(
+            row[2],
+            _mebibytes(row[3]),
+            _mebibytes(row[4]),
+            index=row[0],
+            uuid=row[1],
+            compute_capability=_decimal(row[5]) if len(row) == 6 else None,
+        )
         for row in rows
-        if len(row) == 5 and row[0].isdigit()
+        if len(row) in {5, 6} and row[0].isdigit()
     ]
 
 
@@ -201,15 +240,14 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
+def _nvidia_smi(*columns: str) -> list[str]:
+    return ["nvidia-smi", f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits"]
+
+
+_NVIDIA_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.free")
 _TOOLS: tuple[tuple[list[str], Callable[[str], list[Gpu]]], ...] = (
-    (
-        [
-            "nvidia-smi",
-            "--query-gpu=index,uuid,name,memory.total,memory.free",
-            "--format=csv,noheader,nounits",
-        ],
-        parse_nvidia_smi,
-    ),
+    (_nvidia_smi(*_NVIDIA_COLUMNS, "compute_cap"), parse_nvidia_smi),
+    (_nvidia_smi(*_NVIDIA_COLUMNS), parse_nvidia_smi),  # drivers before 510 refuse compute_cap
     (["rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json"], parse_rocm_smi),
     (["amd-smi", "metric", "--mem-usage", "--json"], parse_amd_smi),
 )
@@ -244,6 +282,10 @@ def _json_after_warnings(output: str) -> Any:
 def _mebibytes(value: object) -> int | None:
     text = str(value)
     return int(text) * _MIB if text.isdigit() else None
+
+
+def _decimal(text: str) -> float | None:
+    return float(text) if text.replace(".", "", 1).isdigit() else None
 
 
 def _number_in(path: Path) -> int | None:

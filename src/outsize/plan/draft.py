@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 
 from outsize.base.units import format_bytes
 from outsize.devices._profile import MachineProfile
+from outsize.devices._rates import Rates
 from outsize.placement._spread import as_tiers, choose_resident
 from outsize.plan import estimate
+from outsize.plan.compute import Compute, arithmetic_fault, choose_arithmetic, may_compile
 from outsize.plan.estimate import Holding, Phase
-from outsize.plan.names import AUTO
+from outsize.plan.names import AUTO, base_family
 from outsize.plan.plan import Budget, Choice, Plan
 from outsize.plan.sizes import ModelSizes
 from outsize.plan.work import Work, work_of
@@ -49,8 +51,17 @@ class _Outcome:
         return is_host_enough and self.device_bytes <= (budget.device_bytes or 0)
 
 
-def draft_plan(recipe: Recipe, machine: MachineProfile, *, num_pictures: int | None = None) -> Plan:
+def draft_plan(
+    recipe: Recipe,
+    machine: MachineProfile,
+    rates: Rates,
+    *,
+    num_pictures: int | None = None,
+    has_triton: bool = True,
+) -> Plan:
     """The plan as it stands; a refusal says only that it does not fit."""
+    compute = _compute(recipe, machine, rates, has_triton=has_triton)
+    fault = arithmetic_fault(compute.arithmetic, machine, rates)
     work = work_of(recipe, has_gpu=machine.has_gpu, num_pictures=num_pictures)
     budget = budget_of(machine)
     outcome, other, why = _choose(recipe, work, budget)
@@ -62,13 +73,25 @@ def draft_plan(recipe: Recipe, machine: MachineProfile, *, num_pictures: int | N
         base=f"{recipe.base.family}.{recipe.base.variant}",
         machine=machine,
         budget=budget,
+        compute=compute,
         chosen=_choice(outcome, why),
         runner_up=runner_up,
         phases=outcome.phases,
         disk=tuple(estimate.disk_items(work)),
         notes=tuple(_notes(work, outcome, machine)),
-        refusal=None if outcome.fits(budget) else "does not fit",
+        refusal=None if fault is None and outcome.fits(budget) else "does not fit",
+        compute_fault=fault,
     )
+
+
+def _compute(recipe: Recipe, machine: MachineProfile, rates: Rates, *, has_triton: bool) -> Compute:
+    family = base_family(recipe.base.family)
+    proven = getattr(family, "proven_arithmetic", ())
+    arithmetic, why = choose_arithmetic(recipe, machine, rates, proven)
+    compiles, why_not = may_compile(machine, has_triton=has_triton, asked=recipe.train.compile)
+    if not compiles:
+        why = f"{why}; {why_not}"
+    return Compute(arithmetic, compiles, recipe.train.exact, why)
 
 
 def budget_of(machine: MachineProfile) -> Budget:

@@ -11,6 +11,7 @@ from typing import Any
 
 from outsize.base.errors import DoesNotFit
 from outsize.devices._profile import MachineProfile
+from outsize.plan.compute import Compute
 from outsize.plan.estimate import Holding, Item, Phase
 
 VERSION = 1
@@ -66,19 +67,25 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a recipe costs on a machine. refusal is None when it fits; remedy names the smallest change that would."""
+    """What a recipe costs on a machine.
+
+    refusal: None when it fits, else why not and the smallest change that would. compute_fault: why the machine cannot
+    compute as asked.
+    """
 
     name: str
     digest: str
     base: str
     machine: MachineProfile
     budget: Budget
+    compute: Compute
     chosen: Choice
     runner_up: Choice | None
     phases: tuple[Phase, ...]
     disk: tuple[Item, ...]
     notes: tuple[str, ...] = ()
     refusal: str | None = None
+    compute_fault: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -129,6 +136,7 @@ class Plan:
             "refusal": self.refusal,
             "machine": self.machine.to_json(),
             "budget": asdict(self.budget),
+            "compute": {**self.compute.describe(), "why": self.compute.why},
             "placement": _choice_json(self.chosen),
             "runner_up": None if self.runner_up is None else _choice_json(self.runner_up),
             "peak": {

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from outsize.base.units import format_bytes
-from outsize.plan.draft import draft_plan
+from outsize.plan.compute import ANY
 from outsize.plan.estimate import Phase
 from outsize.plan.names import AUTO, components_of
 from outsize.plan.plan import Plan
@@ -61,9 +61,15 @@ class Change:
         return Recipe.model_validate(values)
 
 
-def with_remedy(plan: Plan, recipe: Recipe) -> Plan:
-    """The same plan with a refusal that says what does not fit and what to change."""
-    text = " ".join([*_shortages(plan, recipe), _remedy(plan, recipe)])
+Draft = Callable[[Recipe], Plan]
+
+
+def with_remedy(plan: Plan, recipe: Recipe, draft: Draft) -> Plan:
+    """The same plan with a refusal that says what does not fit and what to change. draft: the plan of a changed recipe."""
+    said = list(_shortages(plan, recipe))
+    if plan.compute_fault is not None:
+        said.insert(0, f"{plan.compute_fault}.")
+    text = " ".join([*said, _remedy(plan, recipe, draft)])
     return replace(plan, refusal=text)
 
 
@@ -104,12 +110,12 @@ def _made_of(phase: Phase, pool: str, recipe: Recipe) -> str:
     return ", ".join(said) + " GiB."
 
 
-def _remedy(plan: Plan, recipe: Recipe) -> str:
+def _remedy(plan: Plan, recipe: Recipe, draft: Draft) -> str:
     """The smallest change, or combination of changes, that fits; or how much machine is wanting."""
-    levers = [lever for lever in _levers(recipe) if lever]
+    levers = [lever for lever in _levers(plan, recipe) if lever]
     for lever in levers:
         for change in lever:
-            tried = draft_plan(change.apply(recipe), plan.machine)
+            tried = draft(change.apply(recipe))
             if tried.fits:
                 return f"Smallest change that fits: `{change}` ({_peak(tried)})."
     made: list[Change] = []
@@ -119,16 +125,18 @@ def _remedy(plan: Plan, recipe: Recipe) -> str:
         for change in lever:
             made[-1] = change
             changed = functools.reduce(lambda so_far, one: one.apply(so_far), made, recipe)
-            tried = draft_plan(changed, plan.machine)
+            tried = draft(changed)
             if tried.fits:
                 return f"Smallest changes that fit together: {_listed(made)} ({_peak(tried)})."
     even = f" even with {_listed(made)}" if made else ""
     return f"No change of this recipe fits:{even} it takes {_peak(tried)}; take a smaller base or variant."
 
 
-def _levers(recipe: Recipe) -> Iterator[list[Change]]:
+def _levers(plan: Plan, recipe: Recipe) -> Iterator[list[Change]]:
     """Changes in the order of what they cost, each from the mildest to the strongest."""
     placement, train = recipe.placement, recipe.train
+    if plan.compute_fault is not None:
+        yield [Change((("train.arithmetic", ANY),))]
     if placement.resident_bytes is not None:
         yield [Change((("placement.kind", AUTO), ("placement.resident_bytes", None)))]
     elif placement.kind != AUTO:

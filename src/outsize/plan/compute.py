@@ -1,0 +1,96 @@
+"""How the step computes: in which arithmetic, compiled or not, with kernels that repeat their bits or not.
+
+A recipe may leave the first two open. The arithmetic is then the fastest of those that the card has and for which the
+family has evidence that training is as good. Compiling pays when the run is long enough; that is judged where seconds
+are known (draft.py), here only whether it may be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from outsize.devices._profile import MachineProfile
+from outsize.devices._rates import COMPUTE_TYPE, Rates, find_card, first_capability, vendor_of
+from outsize.recipes.recipe import Recipe
+
+ANY = "auto"  # the planner chooses among the arithmetics
+_EVERYWHERE = COMPUTE_TYPE
+_VERIFIED = "nvidia"  # whose cards compiling and 8-bit products were run on
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What train.arithmetic, train.compile and train.exact come to on a machine, and why."""
+
+    arithmetic: str
+    compiles: bool
+    is_exact: bool
+    why: str
+
+    def describe(self) -> dict[str, Any]:
+        """What decides bits: two runs resume each other only where it is equal."""
+        return {
+            "arithmetic": self.arithmetic,
+            "compiles": self.compiles,
+            "is_exact": self.is_exact,
+        }
+
+
+def choose_arithmetic(
+    recipe: Recipe, machine: MachineProfile, rates: Rates, proven: Collection[str]
+) -> tuple[str, str]:
+    """The arithmetic and the reason. proven: those in which training this family was shown to be as good."""
+    asked = recipe.train.arithmetic
+    if asked != ANY:
+        return asked, "asked for by the recipe"
+    if not machine.has_gpu:
+        return _EVERYWHERE, "a processor computes in fp32"
+    is_verified = vendor_of(machine.device) == _VERIFIED
+    usable = [
+        name
+        for name in rates.matmul_flops
+        if name == _EVERYWHERE or (is_verified and name in proven)
+    ]
+    fastest = max(usable, key=lambda name: rates.matmul_flops[name])
+    others = [name for name in rates.matmul_flops if name not in usable]
+    if others and not is_verified:
+        why = f"{', '.join(others)} was not verified on such hardware"
+    elif others:
+        why = f"{', '.join(others)} would be faster, but that training is as good has not been shown for this family"
+    elif fastest == _EVERYWHERE:
+        why = "the card has nothing faster"
+    else:
+        why = "the fastest that the card has"
+    return fastest, why
+
+
+def arithmetic_fault(arithmetic: str, machine: MachineProfile, rates: Rates) -> str | None:
+    """Why the machine cannot compute so; None when it can, or when nobody can tell without trying."""
+    if arithmetic == _EVERYWHERE or (machine.has_gpu and arithmetic in rates.matmul_flops):
+        return None
+    since = first_capability(arithmetic)
+    is_known = find_card(machine.device) is not None or machine.compute_capability is not None
+    if machine.has_gpu and (since is None or not is_known):
+        return None  # the arithmetic tells by itself once the device is open
+    needs = "" if since is None else f" (NVIDIA cards have it from compute capability {since} on)"
+    return f"{machine.device} has no products in {arithmetic}{needs}"
+
+
+def may_compile(
+    machine: MachineProfile, *, has_triton: bool, asked: bool | None
+) -> tuple[bool, str]:
+    """Whether the blocks may be compiled, and the reason when not."""
+    if asked is not None:
+        return asked, "asked for by the recipe"
+    if not machine.has_gpu:
+        return False, "blocks are compiled on cards only"
+    if machine.os != "Linux" or vendor_of(machine.device) != _VERIFIED:
+        return (
+            False,
+            "compiling is off where it was not verified on hardware (all but NVIDIA on Linux)",
+        )
+    if not has_triton:
+        return False, "triton, which compiling needs, is not installed"
+    return True, ""
