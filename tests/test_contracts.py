@@ -24,7 +24,16 @@ PACKAGE = ROOT / "src" / "outsize"
 # that is what lets a family, a format and a placement change without looking at each other.
 RANKS = (
     {"base"},
-    {"recipes", "devices", "weights", "formats", "objectives", "dialects", "teaching"},
+    {
+        "recipes",
+        "devices",
+        "weights",
+        "formats",
+        "arithmetic",
+        "objectives",
+        "dialects",
+        "teaching",
+    },
     {"layers", "adapters", "families", "data", "placement", "runs"},
     {"plan", "train", "sample", "export"},
     {"app"},
@@ -32,7 +41,15 @@ RANKS = (
 )
 RANK_OF = {package: rank for rank, packages in enumerate(RANKS) for package in packages}
 
-PLUG_IN_FOLDERS = ("families", "formats", "placement", "dialects", "objectives", "devices")
+PLUG_IN_FOLDERS = (
+    "families",
+    "formats",
+    "arithmetic",
+    "placement",
+    "dialects",
+    "objectives",
+    "devices",
+)
 
 # Who may name which plug-in, and why: (file, plug-in's file, reason), as patterns below the package.
 NAME_EXCEPTIONS = (

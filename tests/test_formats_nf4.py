@@ -1,9 +1,9 @@
 """nf4 against bitsandbytes itself, byte for byte in both directions, and against its definition in fp64."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,8 +15,12 @@ from outsize.formats.nf4 import NF4
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
-OURS = _nf4_decode.Kernel(is_bitsandbytes=False, report="ours")
-THEIRS = _nf4_decode.Kernel(is_bitsandbytes=True, report="theirs")
+
+
+def _torch_kernel(*_: object) -> _nf4_decode.Kernel:
+    return _nf4_decode._torch_kernel("ours")
+
+
 nf4_like_theirs = pytest.mark.parametrize(
     "fmt", [NF4(g, s) for g in (64, 32) for s in ("fp32", "double")], ids=str
 )
@@ -94,16 +98,16 @@ def test_encoding_gives_the_bytes_of_bitsandbytes(
 
 @nf4_like_theirs
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kernel", [OURS, THEIRS], ids=lambda kernel: kernel.report)
+@pytest.mark.parametrize("make", [_torch_kernel, _nf4_decode._bitsandbytes_kernel])
 def test_decoding_their_bytes_gives_their_matrix(
     bnb: ModuleType,
     fmt: NF4,
     dtype: torch.dtype,
-    kernel: _nf4_decode.Kernel,
+    make: Callable[[torch.device, str], _nf4_decode.Kernel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both implementations: the values of a base do not depend on what decodes it."""
-    monkeypatch.setitem(_nf4_decode._kernels, ("cpu", None), kernel)
+    monkeypatch.setitem(_nf4_decode._kernels, ("cpu", None), make(CPU, "nf4"))
     matrix = weights(301, 1024, seed=1).to(dtype)  # more than one piece of a CPU's decoding
     codes, state, parts = their_parts(bnb, fmt, matrix)
     ours = fmt.decode(parts, (301, 1024), dtype)
@@ -213,6 +217,7 @@ def cpu_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the choice made on CUDA be made on this machine's CPU."""
     monkeypatch.setattr(_nf4_decode, "_is_served", lambda device: device == CPU)
     monkeypatch.setattr(_nf4_decode, "_kernels", {})
+    monkeypatch.setitem(sys.modules, "outsize.formats._nf4_triton", None)  # as where there is none
 
 
 @pytest.mark.usefixtures("cpu_is_served", "bnb")
@@ -220,7 +225,10 @@ def test_where_bitsandbytes_serves_it_is_named_with_its_version() -> None:
     """Goes into the run's journal."""
     import bitsandbytes
 
-    assert NF4().kernel(CPU) == f"bitsandbytes {bitsandbytes.__version__}"
+    report = NF4().kernel(CPU)
+    assert report.startswith(
+        f"bitsandbytes {bitsandbytes.__version__} (triton does not work on cpu"
+    )
     assert _nf4_decode.kernel_of("cpu", None, "nf4").is_bitsandbytes
 
 
@@ -229,9 +237,8 @@ def test_a_bitsandbytes_that_does_not_import_is_reported(monkeypatch: pytest.Mon
     """Torch serves, with the reason: no silent fallback."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     report = NF4().kernel(CPU)
-    assert report.startswith(
-        "torch (bitsandbytes does not work on cpu: ModuleNotFoundError: import of bitsandbytes"
-    )
+    assert report.startswith("torch (triton does not work on cpu: ModuleNotFoundError: import of ")
+    assert "; bitsandbytes does not work on cpu: ModuleNotFoundError: import of bitsand" in report
     assert not _nf4_decode.kernel_of("cpu", None, "nf4").is_bitsandbytes
 
 
@@ -247,6 +254,67 @@ def test_a_bitsandbytes_with_other_values_is_reported(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(_nf4_kernels, "decode_by_bitsandbytes", wrong)
     assert NF4().kernel(CPU).endswith("on cpu: its torch.float16 values differ from the reference)")
+
+
+@pytest.mark.usefixtures("cpu_is_served")
+def test_a_kernel_that_transposes_wrongly_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight-bit products are decoded by the transposing kernel, which nothing else would check."""
+    right = _nf4_decode._torch_kernel("ours")
+
+    def untransposed(*arguments: Any) -> torch.Tensor:
+        return right.decode(*arguments).reshape(64, 8)
+
+    wrong = _nf4_decode.Kernel(right.decode, "triton 0", untransposed)
+    monkeypatch.setattr(_nf4_decode, "_triton_kernel", lambda *_: wrong)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert "triton 0 on cpu: its torch.float32 values differ" in NF4().kernel(CPU)
+
+
+@pytest.mark.parametrize("group", [64, 32])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_e4m3_is_as_near_as_three_bits_of_mantissa_allow(
+    group: Literal[64, 32],
+    is_transposed: bool,  # noqa: FBT001 - a parameter of the test
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each value within a sixteenth of itself, or a 512th of the smallest normal e4m3 at its scale."""
+    plain = _nf4_decode._torch_kernel("ours")
+
+    def transposed(*arguments: Any) -> torch.Tensor:
+        return plain.decode(*arguments).t().contiguous()
+
+    kernel = _nf4_decode.Kernel(plain.decode, "ours", transposed)
+    monkeypatch.setitem(_nf4_decode._kernels, ("cpu", None), kernel)
+    matrix = weights(48, 256, seed=5) * torch.logspace(-3, 1, 48)[:, None]
+    parts, shape = encode(NF4(group), matrix), (48, 256)
+    wanted = NF4(group).decode(parts, shape, torch.float32)
+    found = NF4(group).decode_e4m3(parts, shape, is_transposed=is_transposed)
+    assert found is not None
+    values, scales = found
+    assert values.dtype == torch.float8_e4m3fn
+    assert scales.shape == (values.shape[0], 1)
+    near = values.float() * scales
+    wanted = wanted.t() if is_transposed else wanted
+    allowed = wanted.abs() / 16 + scales * 2**-10
+    assert bool(((near - wanted).abs() <= allowed).all())
+
+
+def test_a_matrix_of_zeros_is_zero_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No scale of 0 may divide."""
+    plain = _nf4_decode._torch_kernel("ours")
+    kernel = _nf4_decode.Kernel(plain.decode, "ours", plain.decode)
+    monkeypatch.setitem(_nf4_decode._kernels, ("cpu", None), kernel)
+    found = NF4().decode_e4m3(encode(NF4(), torch.zeros(64, 64)), (64, 64), is_transposed=False)
+    assert found is not None
+    assert not found[0].float().any()
+    assert bool(found[1].isfinite().all())
+
+
+def test_where_no_kernel_transposes_there_is_no_e4m3() -> None:
+    """Eight-bit products then go by way of the compute type."""
+    _nf4_decode._kernels.pop(("cpu", None), None)
+    parts = encode(NF4(), weights(16, 64, seed=6))
+    assert NF4().decode_e4m3(parts, (16, 64), is_transposed=False) is None
 
 
 @pytest.mark.usefixtures("bnb")  # imports torch's compiler, which takes most of its seconds

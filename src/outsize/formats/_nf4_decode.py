@@ -1,8 +1,9 @@
 """Decoding nf4 by what serves the device best, found out once per device and never silently.
 
-bitsandbytes serves CUDA and ROCm. On a CPU plain torch is taken though bitsandbytes has kernels there: theirs took
-14.7 ms for 3072x3072 in bf16 where ours took 20.1, and the import takes five seconds. On Apple's devices it may fetch
-its kernels from a hub, so it is not asked.
+On a card: Triton's kernels (ours) where Triton is there, else bitsandbytes', else plain torch; each only after its values
+were compared with the reference there. On a CPU plain torch is taken though bitsandbytes has kernels for it: theirs took
+14.7 ms for 3072x3072 in bf16 where ours took 20.1, and the import takes five seconds. On Apple's devices bitsandbytes may
+fetch its kernels from a hub, so it is not asked.
 
 Ask (NF4.kernel) before a decode is compiled: the answer is a dictionary entry then, and torch.compile goes
 through without a break.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +22,24 @@ from torch import Tensor
 from outsize.formats import _nested
 from outsize.formats import _nf4_kernels as kernels
 
+Decode = Callable[[Tensor, Tensor, tuple[int, ...], torch.dtype, int], Tensor]
+_LARGEST_E4M3 = 448.0
+_SMALLEST_SCALE = 1e-30  # stands for that of a row of zeros
 _kernels: dict[tuple[str, int | None], Kernel] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The implementation for one device, and what to tell people about it."""
+    """The implementation for one device, and what to tell people about it.
 
-    is_bitsandbytes: bool
+    decode: (codes, fp32 scales, shape, dtype, group) -> matrix. decode_transposed: likewise, its transpose, which only
+    some have; those also decode to e4m3.
+    """
+
+    decode: Decode
     report: str
+    decode_transposed: Decode | None = None
+    is_bitsandbytes: bool = False
 
 
 def decode(
@@ -42,24 +52,50 @@ def decode(
 ) -> Tensor:
     """The matrix (N, K) in `dtype`; quant_type is what bitsandbytes calls this table of values."""
     codes = parts["codes"]
-    is_theirs = kernel_of(codes.device.type, codes.device.index, quant_type).is_bitsandbytes
-    scales = parts["scales"]
-    if "offset" in parts:
-        scales = _nested.decode_scales(parts, by_bitsandbytes=is_theirs)
-    if not is_theirs:
-        return kernels.decode_by_torch(codes, scales.float(), shape, dtype, group=group)
-    return kernels.decode_by_bitsandbytes(
-        codes, scales.float(), shape, dtype, group=group, quant_type=quant_type
-    )
+    kernel = kernel_of(codes.device.type, codes.device.index, quant_type)
+    return kernel.decode(codes, _scales(parts, kernel), shape, dtype, group)
+
+
+def decode_e4m3(
+    parts: Mapping[str, Tensor],
+    shape: tuple[int, ...],
+    *,
+    group: int,
+    quant_type: str,
+    is_transposed: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """The matrix or its transpose in e4m3 and the fp32 scale of each row; None where no kernel does it.
+
+    Scales that were divided by the largest of their row (or group of columns) decode to at most 448 in size.
+    """
+    codes = parts["codes"]
+    kernel = kernel_of(codes.device.type, codes.device.index, quant_type)
+    if kernel.decode_transposed is None:
+        return None
+    scales_NG = _scales(parts, kernel).view(shape[0], -1)
+    along = 0 if is_transposed else 1
+    largest = scales_NG.amax(along, keepdim=True).clamp_min(_SMALLEST_SCALE) / _LARGEST_E4M3
+    ratios = (scales_NG / largest).view(-1)
+    if is_transposed:
+        decoded = kernel.decode_transposed(codes, ratios, shape, torch.float8_e4m3fn, group)
+        return decoded, largest.view(-1, 1).repeat_interleave(group, 0)
+    return kernel.decode(codes, ratios, shape, torch.float8_e4m3fn, group), largest
 
 
 def kernel_of(device_type: str, index: int | None, quant_type: str) -> Kernel:
-    """The implementation for a device; the first call on a served one imports bitsandbytes and checks its values."""
+    """The implementation for a device; the first call on a served one imports it and checks its values."""
     key = (device_type, index)
     if key not in _kernels:
         device = torch.device(device_type if index is None else f"{device_type}:{index}")
         _kernels[key] = _choose(device, quant_type)
     return _kernels[key]
+
+
+def _scales(parts: Mapping[str, Tensor], kernel: Kernel) -> Tensor:
+    """In fp32."""
+    if "offset" in parts:
+        return _nested.decode_scales(parts, by_bitsandbytes=kernel.is_bitsandbytes)
+    return parts["scales"].float()
 
 
 def _is_served(device: torch.device) -> bool:
@@ -68,40 +104,86 @@ def _is_served(device: torch.device) -> bool:
 
 
 def _choose(device: torch.device, quant_type: str) -> Kernel:
+    """The first candidate whose values are right, with what was wrong with those before it."""
     if not _is_served(device):
-        return Kernel(is_bitsandbytes=False, report="torch")
-    try:
-        importlib.import_module("bitsandbytes")
-        version = importlib.metadata.version("bitsandbytes")
-        fault = _first_difference(device, quant_type)
-    except torch.OutOfMemoryError:
-        raise
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # what a broken installation raises, from loader to launch
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return Kernel(
-            is_bitsandbytes=False,
-            report=f"torch (bitsandbytes does not work on {device}: {reason})",
-        )
-    if fault is not None:
-        return Kernel(
-            is_bitsandbytes=False, report=f"torch (bitsandbytes {version} on {device}: {fault})"
-        )
-    return Kernel(is_bitsandbytes=True, report=f"bitsandbytes {version}")
+        return _torch_kernel("torch")
+    faults: list[str] = []
+    for name, make in (("triton", _triton_kernel), ("bitsandbytes", _bitsandbytes_kernel)):
+        try:
+            kernel = make(device, quant_type)
+            fault = _first_difference(device, kernel)
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+        ) as error:  # what a broken installation raises, from loader to launch
+            fault = f"does not work on {device}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if fault is None:
+            reasons = f" ({'; '.join(faults)})" if faults else ""
+            return Kernel(
+                kernel.decode,
+                kernel.report + reasons,
+                kernel.decode_transposed,
+                kernel.is_bitsandbytes,
+            )
+        faults.append(f"{name} {fault}")
+    return _torch_kernel(f"torch ({'; '.join(faults)})")
 
 
-def _first_difference(device: torch.device, quant_type: str) -> str | None:
-    """How bitsandbytes' values differ from the reference on a device: every byte, with scales of many sizes."""
+def _torch_kernel(report: str) -> Kernel:
+    def decode_by_torch(
+        codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, group: int
+    ) -> Tensor:
+        return kernels.decode_by_torch(codes, scales, shape, dtype, group=group)
+
+    return Kernel(decode_by_torch, report)
+
+
+def _triton_kernel(device: torch.device, quant_type: str) -> Kernel:  # noqa: ARG001 - as its sibling
+    """Ours. Raises: ImportError where Triton is not installed."""
+    ours = importlib.import_module("outsize.formats._nf4_triton")
+    pairs = kernels.decode_table(device)
+
+    def decode_by_triton(
+        codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, group: int
+    ) -> Tensor:
+        decoded: Tensor = ours.decode(codes, scales, pairs, list(shape), group, dtype)
+        return decoded
+
+    def transpose_by_triton(
+        codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, group: int
+    ) -> Tensor:
+        decoded: Tensor = ours.decode_transposed(codes, scales, pairs, list(shape), group, dtype)
+        return decoded
+
+    return Kernel(decode_by_triton, f"triton {ours.triton.__version__}", transpose_by_triton)
+
+
+def _bitsandbytes_kernel(device: torch.device, quant_type: str) -> Kernel:  # noqa: ARG001
+    importlib.import_module("bitsandbytes")
+    version = importlib.metadata.version("bitsandbytes")
+
+    def decode_by_theirs(
+        codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, group: int
+    ) -> Tensor:
+        return kernels.decode_by_bitsandbytes(
+            codes, scales, shape, dtype, group=group, quant_type=quant_type
+        )
+
+    return Kernel(decode_by_theirs, f"bitsandbytes {version}", is_bitsandbytes=True)
+
+
+def _first_difference(device: torch.device, kernel: Kernel) -> str | None:
+    """How a kernel's values differ from the reference on a device: every byte, with scales of many sizes."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     scales = torch.tensor([1.0, 0.3, 1e-3, 7.7, 0.0, 123.4, 2e-6, 0.1], device=device)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        ours = kernels.decode_by_torch(codes, scales, (8, 64), dtype, group=64)
-        theirs = kernels.decode_by_bitsandbytes(
-            codes, scales, (8, 64), dtype, group=64, quant_type=quant_type
-        )
-        if not torch.equal(ours, theirs):
-            return f"its {dtype} values differ from the reference"
+        wanted = kernels.decode_by_torch(codes, scales, (8, 64), dtype, group=64)
+        found = [kernel.decode(codes, scales, (8, 64), dtype, 64)]
+        if kernel.decode_transposed is not None:
+            found.append(kernel.decode_transposed(codes, scales, (8, 64), dtype, 64).t())
+        if not all(torch.equal(wanted, one) for one in found):
+            return f"{kernel.report} on {device}: its {dtype} values differ from the reference"
     return None

@@ -93,7 +93,7 @@ def decode_by_torch(
 ) -> Tensor:
     """The reference. Memory beside the result: 6 bytes per weight, on a CPU those of one piece only."""
     flat = codes.reshape(-1)
-    table = _decode_table(flat.device)
+    table = decode_table(flat.device)
     out = torch.empty(shape, dtype=dtype, device=flat.device)
     out_Gg, scales_G1 = out.view(-1, group), scales.view(-1, 1)
     for start, stop in spans(flat.numel(), group, flat.device.type):
@@ -118,7 +118,8 @@ def decode_by_bitsandbytes(
     return result
 
 
-def _decode_table(device: torch.device) -> Tensor:
+def decode_table(device: torch.device) -> Tensor:
+    """What each byte of two codes stands for: pair_table of the values, on a device."""
     if device not in _decode_tables:
         _decode_tables[device] = pair_table(torch.tensor(VALUES)).to(device)
     return _decode_tables[device]

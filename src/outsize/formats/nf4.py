@@ -97,5 +97,18 @@ class NF4:
 
         return decode(parts, shape, dtype, group=self.group, quant_type=_QUANT_TYPE)
 
+    def decode_e4m3(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, ...], *, is_transposed: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """The matrix (N, K) or its transpose (K, N) in e4m3 and the fp32 scale of each row, in one pass over the codes.
+
+        A row's scale is its largest group's; a column's that of its group of columns. None where no kernel does it.
+        """
+        from outsize.formats._nf4_decode import decode_e4m3
+
+        return decode_e4m3(
+            parts, shape, group=self.group, quant_type=_QUANT_TYPE, is_transposed=is_transposed
+        )
+
 
 plugin = NF4

@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outsize.arithmetic._compute_type import ComputeType
+
 if TYPE_CHECKING:
+    from outsize.arithmetic.protocol import Arithmetic
     from outsize.formats.protocol import Format
 
 
@@ -34,22 +36,23 @@ class DecodeMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*parts)
         ctx.layer = layer
-        return F.linear(x, layer.decode(parts, x.dtype), bias)
+        return layer.arithmetic.multiply(x, layer, parts, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         layer: FrozenLinear = ctx.layer
-        grad_x = (
-            grad @ layer.decode(ctx.saved_tensors, grad.dtype) if ctx.needs_input_grad[0] else None
-        )
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = layer.arithmetic.multiply_transposed(grad, layer, ctx.saved_tensors)
         return (grad_x, None, None, *(None for _ in ctx.saved_tensors))
 
 
 class FrozenLinear(nn.Linear):
     """A frozen linear over packed parts.
 
-    Shapes: x (..., in_features) -> (..., out_features). The bias, if any, is an ordinary frozen parameter.
+    Shapes: x (..., in_features) -> (..., out_features). The bias, if any, is an ordinary frozen parameter. arithmetic: how
+    products are computed; the compute type's own where none is given or the matrix has a shape that it does not take.
     """
 
     def __init__(
@@ -60,11 +63,14 @@ class FrozenLinear(nn.Linear):
         has_bias: bool,
         fmt: Format,
         compute: torch.dtype,
+        arithmetic: Arithmetic | None = None,
     ) -> None:
         # The weight exists on meta alone, in the compute type: PEFT and T5 ask for its device and type.
         super().__init__(in_features, out_features, bias=has_bias, device="meta", dtype=compute)
         self.requires_grad_(False)
         self.format = fmt
+        takes = arithmetic is not None and arithmetic.supports((out_features, in_features))
+        self.arithmetic = arithmetic if arithmetic is not None and takes else ComputeType()
         self.part_names = tuple(part.name for part in fmt.parts((out_features, in_features)))
         self.parts: tuple[Tensor, ...] | None = None
 
@@ -76,6 +82,18 @@ class FrozenLinear(nn.Linear):
         """The matrix (out_features, in_features)."""
         named = dict(zip(self.part_names, parts, strict=True))
         return self.format.decode(named, (self.out_features, self.in_features), dtype)
+
+    def decode_e4m3(
+        self, parts: tuple[Tensor, ...], *, is_transposed: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """The matrix or its transpose in e4m3 and the scale of each row; None where the format has no such decoding."""
+        decode = getattr(self.format, "decode_e4m3", None)
+        if decode is None:
+            return None
+        named = dict(zip(self.part_names, parts, strict=True))
+        shape = (self.out_features, self.in_features)
+        decoded: tuple[Tensor, Tensor] | None = decode(named, shape, is_transposed=is_transposed)
+        return decoded
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply with the bound weight."""

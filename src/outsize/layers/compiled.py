@@ -1,0 +1,44 @@
+"""Blocks through torch.compile: one graph for each kind of block and way of running it, shared by all blocks of the kind.
+
+Compiling changes rounding, so it is part of what a run is, not of where it runs. It must never give up in silence: a
+block that breaks into several graphs, or needs more graphs than allowed, is an error. What was compiled is kept in a folder,
+so that the minute it takes is paid once per machine.
+
+Where pictures come in several sizes the number of tokens is compiled as a variable from the start: a graph that depended on
+which size came first would make a resumed run differ from an unbroken one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Kinds of blocks x (upwards without a graph, downwards with one) x what a family's arguments vary in; far above what any
+# family needs, so reaching it means that something recompiles every time.
+_MAX_GRAPHS = 32
+
+Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def block_compiler(cache: Path, *, is_one_size: bool) -> Transform:
+    """What makes a compiled forward of a block's own.
+
+    cache: folder for compiled code, kept between runs. is_one_size: every pass has the same number of tokens.
+    """
+    # read by inductor and Triton when they are first used
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    os.environ["TRITON_CACHE_DIR"] = str(cache / "triton")
+    import torch._dynamo.config as settings
+
+    settings.recompile_limit = _MAX_GRAPHS
+    settings.accumulated_recompile_limit = 8 * _MAX_GRAPHS
+    settings.fail_on_recompile_limit_hit = True
+
+    def compile_block(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(forward, fullgraph=True, dynamic=not is_one_size)
+
+    return compile_block
