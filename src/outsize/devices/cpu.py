@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from outsize.devices._host import HostBuffer, pageable
+
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
@@ -39,6 +41,9 @@ class Cpu:
 
     def release_cached(self) -> None:
         """The system's allocator keeps no cache of ours."""
+
+    def host_buffer(self, num_bytes: int) -> HostBuffer:
+        return HostBuffer(pageable(num_bytes), num_bytes)
 
 
 class CpuKind:

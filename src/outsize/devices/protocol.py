@@ -14,6 +14,8 @@ from outsize.base.errors import MachineFault
 if TYPE_CHECKING:
     import torch
 
+    from outsize.devices._host import HostBuffer
+
 DEVICES = Catalogue("outsize.devices", "device")
 
 
@@ -54,6 +56,12 @@ class Device(Protocol):
 
     def release_cached(self) -> None:
         """Give unused memory of the allocator back, between stages."""
+
+    def host_buffer(self, num_bytes: int) -> HostBuffer:
+        """Host memory that copies read by themselves: pinned where the device is a card.
+
+        Where pinning is refused it is ordinary memory and says why; copies from it must then be staged.
+        """
 
 
 class DeviceKind(Protocol):
