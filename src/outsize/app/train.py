@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -18,17 +18,20 @@ from outsize.app.site import Site
 from outsize.app.trained import adapter_identity, trained_checkpoint
 from outsize.base.errors import RecipeError
 from outsize.base.files import write_json_atomically
-from outsize.data.batches import Corpus
-from outsize.families.protocol import BaseFamily
 from outsize.layers.model import FrozenModel
 from outsize.objectives.protocol import OBJECTIVES, FlowObjective
-from outsize.recipes.recipe import Recipe
+from outsize.plan.names import base_family
 from outsize.runs.checkpoint import newest_checkpoint, read_checkpoint
 from outsize.runs.folder import RunFolder
 from outsize.runs.requests import Requests
 from outsize.train.loop import Loop, LoopSettings, Outcome, StepReport
 from outsize.train.optimizers.protocol import OptimizerSettings
 from outsize.train.update import Update
+
+if TYPE_CHECKING:
+    from outsize.data.batches import Batch
+    from outsize.devices.protocol import Device
+    from outsize.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,7 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
         "computed_by": f"{site.device.kind}, {site.device.compute_dtype}",
     }
     with adapted(site) as (model, adapter, initial):
-        settings = _optimizer_settings(recipe.train)
-        update = Update(adapter.parameters(), initial, recipe.train.optimizer, settings)
+        update = make_update(recipe, adapter, initial)
         last: list[StepReport] = []
 
         def seen(report: StepReport) -> None:
@@ -82,10 +84,10 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
 
         requests = Requests(run)
         loop = Loop(
-            settings=_loop_settings(recipe),
+            settings=loop_settings(recipe),
             update=update,
             begin_step=lambda: model.begin("train"),
-            loss_of=_loss_of(site, model, corpus),
+            loss_of=make_loss(recipe, site.device, model, corpus),
             pictures_of=corpus.pictures_of,
             requests=requests,
             journal=site.journal,
@@ -107,19 +109,9 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
 @contextmanager
 def adapted(site: Site) -> Iterator[tuple[FrozenModel, Adapter, dict[str, Tensor]]]:
     """The base with a fresh adapter of the recipe's shape, and that one's unrounded values, for the time of the block."""
-    recipe, part = site.recipe, site.parts[BASE]
-    choice = recipe.adapter
+    choice = site.recipe.adapter
     with site.opened(BASE) as model:
-        adapter = Adapter(
-            model.module,
-            part.family.table(part.variant),
-            AdapterShape(choice.rank, choice.effective_alpha, choice.roles),
-        )
-        initial = adapter.materialise_(
-            seed=recipe.train.seed,
-            device=site.device.torch_device,
-            dtype=site.device.compute_dtype,
-        )
+        adapter, initial = attach_adapter(site.recipe, site.device, model)
         site.journal.write(
             "adapter", modules=len(adapter.paths), parameters=adapter.num_parameters,
             rank=choice.rank, alpha=choice.effective_alpha,
@@ -131,39 +123,74 @@ def adapted(site: Site) -> Iterator[tuple[FrozenModel, Adapter, dict[str, Tensor
         yield model, adapter, initial
 
 
-def _loss_of(site: Site, model: FrozenModel, corpus: Corpus) -> Callable[[int, int], Tensor]:
+def attach_adapter(
+    recipe: Recipe, device: Device, model: FrozenModel
+) -> tuple[Adapter, dict[str, Tensor]]:
+    """A fresh adapter of the recipe's shape on the base, and its unrounded values (fp32, on the host)."""
+    choice, base = recipe.adapter, recipe.base
+    adapter = Adapter(
+        model.module,
+        base_family(base.family).table(base.variant),
+        AdapterShape(choice.rank, choice.effective_alpha, choice.roles),
+    )
+    initial = adapter.materialise_(
+        seed=recipe.train.seed, device=device.torch_device, dtype=device.compute_dtype
+    )
+    return adapter, initial
+
+
+class Batches(Protocol):
+    """What gives the micro-batches of a step."""
+
+    def batch(self, step: int, place: int) -> Batch: ...
+
+
+def make_loss(
+    recipe: Recipe, device: Device, model: FrozenModel, batches: Batches
+) -> Callable[[int, int], Tensor]:
     """The loss of a micro-batch by (step, place), drawn and computed as the recipe says."""
-    recipe, part = site.recipe, site.parts[BASE]
-    family, variant = cast("BaseFamily", part.family), part.variant
+    family, variant = base_family(recipe.base.family), recipe.base.variant
     objective: FlowObjective = OBJECTIVES.load(family.objective)(
         **recipe.train.timesteps.model_dump()
     )
     guidance = recipe.train.guidance
     if guidance is None:
         guidance = family.training_guidance(variant)
-    device, compute = site.device.torch_device, site.device.compute_dtype
+    placed, compute = device.torch_device, device.compute_dtype
 
     def loss_of(step: int, place: int) -> Tensor:
-        batch = corpus.batch(step, place)
+        batch = batches.batch(step, place)
         _, channels, height, width = batch.latents_BCHW.shape
         shape = (channels, height, width)
         mu = family.shift_mu(variant, family.num_tokens(variant, shape))
         sigma_B, noise = objective.draw(batch.seeds, shape, mu)
-        conditions = {name: one.to(device, compute) for name, one in batch.conditions.items()}
+        conditions = {name: one.to(placed, compute) for name, one in batch.conditions.items()}
 
         def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
             return family.predict(variant, model.module, noisy, sigma, conditions, guidance)
 
         return objective.loss(
             predict,
-            batch.latents_BCHW.to(device),
-            sigma_B.to(device),
-            noise.to(device),
-            batch.loss_weight_B.to(device),
+            batch.latents_BCHW.to(placed),
+            sigma_B.to(placed),
+            noise.to(placed),
+            batch.loss_weight_B.to(placed),
             compute,
         )
 
     return loss_of
+
+
+def make_update(recipe: Recipe, adapter: Adapter, initial: Mapping[str, Tensor]) -> Update:
+    """Masters and optimiser of an adapter, as the recipe says."""
+    train = recipe.train
+    settings = OptimizerSettings(
+        learning_rate=train.learning_rate,
+        betas=train.betas,
+        epsilon=train.epsilon,
+        weight_decay=train.weight_decay,
+    )
+    return Update(adapter.parameters(), initial, train.optimizer, settings)
 
 
 def _resume(site: Site, run: RunFolder, loop: Loop, identity: dict[str, Any]) -> int:
@@ -222,7 +249,8 @@ def load_adapter_(recipe: Recipe, run: RunFolder, adapter: Adapter) -> int:
     return checkpoint.step
 
 
-def _loop_settings(recipe: Any) -> LoopSettings:
+def loop_settings(recipe: Recipe) -> LoopSettings:
+    """What the recipe says of the loop itself."""
     train = recipe.train
     return LoopSettings(
         num_steps=train.steps,
@@ -233,13 +261,4 @@ def _loop_settings(recipe: Any) -> LoopSettings:
         clip_norm=train.clip_norm,
         checkpoint_every=recipe.checkpoints.every,
         checkpoints_kept=recipe.checkpoints.keep,
-    )
-
-
-def _optimizer_settings(train: Any) -> OptimizerSettings:
-    return OptimizerSettings(
-        learning_rate=train.learning_rate,
-        betas=train.betas,
-        epsilon=train.epsilon,
-        weight_decay=train.weight_decay,
     )
