@@ -1,7 +1,7 @@
 """A block's forward under one acquisition of its weights, and one more for recompute and backward together.
 
 A step goes up the blocks and down again. Going up, a block is acquired, run without a graph and released; only its
-inputs are kept. Going down, it is acquired once, run again with a graph, and differentiated, before it is released: so
+inputs are kept, by whom `layers/inputs.py` says. Going down, it is acquired once, run again with a graph, and differentiated, before it is released: so
 a streamed block crosses the bus twice per step, never three times. A resident block may instead run once, with a graph
 (`wrap_block`).
 
@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from outsize.layers.inputs import InputKeeper, SavedInputs
 
 
 class Bound(Protocol):
@@ -36,11 +38,13 @@ class BlockCall(torch.autograd.Function):
         bound: Bound,
         block: int,
         run: Callable[[tuple[Tensor, ...]], Any],
+        keeper: InputKeeper,
         _anchor: Tensor,
         *tensors: Tensor,
     ) -> Any:
-        ctx.bound, ctx.block, ctx.run = bound, block, run
-        ctx.save_for_backward(*tensors)
+        ctx.bound, ctx.block, ctx.run, ctx.keeper = bound, block, run, keeper
+        saved, ctx.kept = keeper.keep(block, tensors)
+        ctx.save_for_backward(*saved)
         bound.acquire(block)
         with torch.no_grad():
             out = run(tensors)
@@ -49,10 +53,10 @@ class BlockCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
+        given = ctx.keeper.take(ctx.kept, ctx.saved_tensors)
         inputs = tuple(
-            saved.detach().requires_grad_(need)
-            for saved, need in zip(ctx.saved_tensors, needed, strict=True)
+            one.detach().requires_grad_(need) for one, need in zip(given, needed, strict=True)
         )
         ctx.bound.acquire(ctx.block)
         with torch.enable_grad():
@@ -66,7 +70,8 @@ class BlockCall(torch.autograd.Function):
         if pairs:
             torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
         ctx.bound.release(ctx.block)
-        return (None, None, None, None, *(one.grad for one in inputs))
+        ctx.keeper.release(ctx.kept)
+        return (None, None, None, None, None, *(one.grad for one in inputs))
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
@@ -99,13 +104,24 @@ class _Place:
         self.index = index
 
 
-def wrap_block(module: nn.Module, block: int, bound: Bound, *, recomputes: bool) -> None:
+def wrap_block(
+    module: nn.Module,
+    block: int,
+    bound: Bound,
+    *,
+    recomputes: bool,
+    keeper: InputKeeper | None = None,
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> None:
     """Replace a block module's forward, in place, by one that acquires its weights around every run.
 
     recomputes: keep only the block's inputs for backward and run it again there. Without it autograd keeps what the block
-    computed, which is right only while the block's bytes stay where they are until backward is over.
+    computed, which is right only while the block's bytes stay where they are until backward is over. keeper: who keeps the
+    inputs; autograd, unless another is given. transform: applied to the block's own forward, as a compiler is; every run
+    is one of what it gives.
     """
-    inner = module.forward
+    inner = module.forward if transform is None else transform(module.forward)
+    keeper = SavedInputs() if keeper is None else keeper
     anchor = torch.zeros((), requires_grad=True)  # asks autograd for a backward when no input does
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +134,7 @@ def wrap_block(module: nn.Module, block: int, bound: Bound, *, recomputes: bool)
 
         if torch.is_grad_enabled() and recomputes:
             call: Callable[..., Any] = BlockCall.apply
-            return call(bound, block, run, anchor, *tensors)
+            return call(bound, block, run, keeper, anchor, *tensors)
         bound.acquire(block)
         out = run(tuple(tensors))
         bound.release(block)
