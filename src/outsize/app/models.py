@@ -7,7 +7,7 @@ measured is what trains.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outsize.layers.model import FrozenModel
 from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings
@@ -15,48 +15,36 @@ from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from outsize.app.parts import Part
     from outsize.devices.protocol import Device
-    from outsize.families.protocol import ModelFamily
-    from outsize.formats._packing import Packing
     from outsize.plan.estimate import Holding
+    from outsize.plan.plan import Plan
     from outsize.weights.packet import Packet
 
 _WITHOUT_BLOCKS = "resident"  # a model without blocks has nothing to place
 Read = Callable[[int, "Tensor"], None]
 
 
-class ModelParts(Protocol):
-    """What is known of a model before its weights; `app.parts.Part` is one."""
-
-    @property
-    def family(self) -> ModelFamily: ...
-
-    @property
-    def variant(self) -> str: ...
-
-    @property
-    def packing(self) -> Packing: ...
-
-
 def build_model(
-    parts: ModelParts,
+    part: Part,
     packets: Sequence[Packet],
     *,
-    holding: Holding | None,
+    plan: Plan,
     device: Device,
     read: Read | None = None,
 ) -> FrozenModel:
     """The model without weights, to be filled through its placement.
 
-    packets: of the blocks, in running order. holding: where the plan puts the blocks; None for a model that has none.
-    read: gives a block's streamed bytes again, for blocks that a placement does not keep.
+    packets: of the blocks, in running order. plan: says where they are held and how they compute. read: gives a block's
+    streamed bytes again, for blocks that a placement does not keep.
     """
-    table = parts.family.table(parts.variant)
+    table = part.family.table(part.variant)
+    holding = plan.holding_of(part.slot)
     return FrozenModel(
-        parts.family.build(parts.variant),
+        part.family.build(part.variant),
         table=table,
-        block_paths=parts.family.block_paths(parts.variant),
-        packing=parts.packing.formats,
+        block_paths=part.family.block_paths(part.variant),
+        packing=part.packing.formats,
         packets=packets,
         placement=_placement(holding, [one.streamed_bytes for one in packets], device, read),
         device=device.torch_device,

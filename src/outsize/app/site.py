@@ -123,7 +123,7 @@ class Site:
         model = build_model(
             part,
             [store.packet(block) for block in range(table.num_blocks)],
-            holding=self.plan.holding_of(part.slot),
+            plan=self.plan,
             device=device,
         )
         load_from_store_(model, store)
