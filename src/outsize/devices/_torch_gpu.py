@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
+from outsize.base.errors import MachineFault
 from outsize.base.units import format_bytes
 from outsize.devices._host import HostBuffer, pageable, touch_
 
@@ -19,14 +20,32 @@ _PORTABLE = (
 )
 
 
+# A context with the kernels of matmul, attention and convolution loaded takes about 700 MiB on an H200 (plan/pools.py);
+# when it is fresh less, and kernels are loaded as they are used.
+CONTEXT_BYTES = 700 << 20
+# No context was seen to take more; what is beyond it belongs to other programs on the card.
+LARGEST_CONTEXT_BYTES = 3 << 29
+
+
 @dataclass(frozen=True, slots=True)
+class Point:
+    """An event in a stream."""
+
+    event: torch.cuda.Event
+
+    def seconds_after(self, earlier: Point) -> float:
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
+@dataclass(slots=True)
 class TorchGpu:
-    """A card behind torch.cuda."""
+    """A card behind torch.cuda. allowed_bytes: what the allocator may take at most; None: all there is."""
 
     kind: str
     torch_device: torch.device
     compute_dtype: torch.dtype = torch.bfloat16
     copies_asynchronously: bool = True
+    allowed_bytes: int | None = None
 
     @property
     def name(self) -> str:
@@ -41,8 +60,35 @@ class TorchGpu:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
+    def peak_reserved_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def mark(self) -> Point:
+        event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+        point = Point(event(enable_timing=True))
+        point.event.record(torch.cuda.current_stream(self.torch_device))
+        return point
+
+    def limit_memory(self, num_bytes: int) -> int:
+        torch.cuda.init()
+        free, total = torch.cuda.mem_get_info(self.torch_device)  # opens the context
+        taken = total - free - torch.cuda.memory_reserved(self.torch_device)
+        context = min(max(taken, CONTEXT_BYTES), LARGEST_CONTEXT_BYTES)
+        left = min(num_bytes, total) - context
+        if left <= 0:
+            raise MachineFault(
+                f"a limit of {format_bytes(num_bytes)} leaves nothing for tensors: the driver's context and libraries "
+                f"take {format_bytes(context)}; raise --vram-limit"
+            )
+        torch.cuda.set_per_process_memory_fraction(left / total, self.torch_device)
+        self.allowed_bytes = left
+        return left
+
     def free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self.torch_device)[0]
+        free = torch.cuda.mem_get_info(self.torch_device)[0]
+        if self.allowed_bytes is None:
+            return free
+        return min(free, self.allowed_bytes - torch.cuda.memory_reserved(self.torch_device))
 
     def release_cached(self) -> None:
         torch.cuda.empty_cache()

@@ -6,12 +6,24 @@ bf16 products are a hundred times slower than fp32 on processors without bf16 un
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import psutil
 import torch
 
+from outsize.base.errors import MachineFault
 from outsize.devices._host import HostBuffer, pageable
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """A moment: work is done when it returns."""
+
+    at_s: float
+
+    def seconds_after(self, earlier: Now) -> float:
+        return self.at_s - earlier.at_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,18 @@ class Cpu:
 
     def reset_peak(self) -> None:
         """The host's memory is watched elsewhere."""
+
+    def peak_reserved_bytes(self) -> int:
+        return 0
+
+    def mark(self) -> Now:
+        return Now(time.perf_counter())
+
+    def limit_memory(self, num_bytes: int) -> int:  # noqa: ARG002 - the protocol's signature
+        raise MachineFault(
+            "--vram-limit caps the memory of a card, and here the processor computes; leave it out, or name a card with "
+            "--device"
+        )
 
     def free_bytes(self) -> int:
         return int(psutil.virtual_memory().available)

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 DEVICES = Catalogue("outsize.devices", "device")
 
 
+class Mark(Protocol):
+    """A point in a device's queue of work."""
+
+    def seconds_after(self, earlier: Mark) -> float:
+        """Seconds between two points; both must have been passed (synchronise first)."""
+
+
 class Device(Protocol):
     """One place to compute."""
 
@@ -50,6 +57,20 @@ class Device(Protocol):
 
     def reset_peak(self) -> None:
         """Start measuring the peak anew."""
+
+    def peak_reserved_bytes(self) -> int:
+        """Most that the allocator took of the device since reset_peak, fragments included; 0 as with peak_bytes."""
+
+    def mark(self) -> Mark:
+        """The present end of the queue of the current stream."""
+
+    def limit_memory(self, num_bytes: int) -> int:
+        """Let this process take so much of the device in all; the bytes that are left for tensors.
+
+        What the driver's context and libraries take counts against it, so that a small card is stood in for. Comes before
+        any other work on the device.
+        Raises: MachineFault where there is nothing to limit, or nothing would be left.
+        """
 
     def free_bytes(self) -> int:
         """Device memory that can still be taken."""
