@@ -1,44 +1,63 @@
-"""How bytes get from the host into a slot: on a stream of their own where the device has streams, else at once."""
+"""How bytes get into a slot and when: on streams of their own where the device has streams, else at once.
+
+Two lanes, for copies in the order of their use and for those that a thread prepares: neither waits behind the other.
+A copy begins after the slot's last reader and its last copy; a reader begins after the slot's copy. All of it is queued:
+the host waits in `Fence.wait` alone, before it overwrites memory that a copy still reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from outsize.devices.protocol import Device
 
-CHUNK_BYTES = (
-    1 << 30
-)  # the pinned allocator rounds each block up to a power of two: take powers of two
+Lane = Literal["straight", "staged"]
+
+
+class Fence(Protocol):
+    """The end of what was queued on the staged lane."""
+
+    def mark(self) -> None:
+        """Stand behind all copies queued so far."""
+
+    def wait(self) -> None:
+        """Make the host wait for them."""
 
 
 class Copier(Protocol):
     """Fills slots; keeps readers and writers of a slot apart."""
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        """Host memory from which copies are fast."""
+    def copy(self, slot: int, target: Tensor, source: Tensor, lane: Lane) -> None:
+        """Queue a copy into a part of the slot, after the slot's last reader."""
 
-    def copy(self, slot: int, target: Tensor, source: Tensor) -> None:
-        """Queue the copy, after the last reader of the slot."""
+    def mark_filled(self, slot: int, lane: Lane) -> None:
+        """Say that all copies that fill the slot are queued."""
 
     def wait_filled(self, slot: int) -> None:
-        """Let work queued from now on run after the slot's copy."""
+        """Let work queued from now on run after the slot's copies."""
 
     def mark_read(self, slot: int) -> None:
         """Say that all readers queued so far precede the slot's next copy."""
+
+    def fence(self) -> Fence:
+        """A fence of the staged lane, which waits for nothing until it is marked."""
+
+    def finish(self) -> None:
+        """Make the host wait until all copies are done."""
 
 
 class DirectCopier:
     """Copies at once; nothing to wait for."""
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def copy(self, slot: int, target: Tensor, source: Tensor) -> None:  # noqa: ARG002
+    def copy(self, slot: int, target: Tensor, source: Tensor, lane: Lane) -> None:  # noqa: ARG002
         target.copy_(source)
+
+    def mark_filled(self, slot: int, lane: Lane) -> None:
+        """Copies are finished when they return."""
 
     def wait_filled(self, slot: int) -> None:
         """Copies are finished when they return."""
@@ -46,25 +65,49 @@ class DirectCopier:
     def mark_read(self, slot: int) -> None:
         """Readers are finished when they return."""
 
+    def fence(self) -> Fence:
+        return _NoFence()
+
+    def finish(self) -> None:
+        """Copies are finished when they return."""
+
+
+class _NoFence:
+    def mark(self) -> None:
+        """Copies are finished when they return."""
+
+    def wait(self) -> None:
+        """Copies are finished when they return."""
+
 
 class StreamCopier:
-    """Copies from pinned memory on a stream of its own; an event pair per slot, nothing allocated per copy."""
+    """Copies on two streams; an event pair per slot, nothing allocated per copy.
+
+    A wait sees the event's last mark at the moment when it is queued, and nothing when there is none yet. Where one thread
+    marks and another waits, both must therefore have agreed in Python that the mark was made.
+    """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's stub
+        make: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
+        self._lanes = {"straight": make(device), "staged": make(device)}
         event: Callable[[], torch.cuda.Event] = torch.cuda.Event
         self._filled = [event() for _ in range(num_slots)]
         self._read = [event() for _ in range(num_slots)]
+        for slot in range(num_slots):  # the slots' memory may have been read until a moment ago
+            self.mark_read(slot)
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def copy(self, slot: int, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._read[slot])
+    def copy(self, slot: int, target: Tensor, source: Tensor, lane: Lane) -> None:
+        stream = self._lanes[lane]
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._read[slot])
+            stream.wait_event(
+                self._filled[slot]
+            )  # of a copy that was called off, on the other lane
             target.copy_(source, non_blocking=True)
-            self._filled[slot].record(self._stream)
+
+    def mark_filled(self, slot: int, lane: Lane) -> None:
+        self._filled[slot].record(self._lanes[lane])
 
     def wait_filled(self, slot: int) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._filled[slot])
@@ -72,36 +115,29 @@ class StreamCopier:
     def mark_read(self, slot: int) -> None:
         self._read[slot].record(torch.cuda.current_stream(self._device))
 
+    def fence(self) -> Fence:
+        return _EventFence(self._lanes["staged"])
+
+    def finish(self) -> None:
+        for stream in self._lanes.values():
+            stream.synchronize()
+
+
+class _EventFence:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        make: Callable[..., torch.cuda.Event] = torch.cuda.Event
+        self._stream = stream
+        self._event = make(blocking=True)  # the waiting thread sleeps: the processor has other work
+
+    def mark(self) -> None:
+        self._event.record(self._stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
 
 def make_copier(device: Device, num_slots: int) -> Copier:
     """The copier that suits a device."""
     if device.copies_asynchronously:
         return StreamCopier(device.torch_device, num_slots)
     return DirectCopier()
-
-
-class HostSlab:
-    """Packets in host memory, back to back in chunks of a gibibyte (or one chunk as large as all of them)."""
-
-    def __init__(self, copier: Copier, sizes: dict[int, int]) -> None:
-        self._places: dict[int, tuple[int, int, int]] = {}
-        chunk_bytes = max(CHUNK_BYTES, max(sizes.values(), default=0))
-        used: list[int] = []
-        for block, size in sizes.items():
-            if not used or used[-1] + size > chunk_bytes:
-                used.append(0)
-            self._places[block] = (len(used) - 1, used[-1], size)
-            used[-1] += size
-        self._chunks = [copier.host_buffer(size) for size in used]
-
-    def __getitem__(self, block: int) -> Tensor:
-        chunk, start, size = self._places[block]
-        return self._chunks[chunk][start : start + size]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(one.numel() for one in self._chunks)
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._chunks.clear()

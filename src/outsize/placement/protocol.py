@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from outsize.base.catalogue import Catalogue
 from outsize.base.tiers import Tier
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PLACEMENTS = Catalogue("outsize.placement", "placement")
 Sweep = Literal["forward", "train"]
+Read = Callable[[int, int, "Tensor"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +29,15 @@ class PlacementSettings:
     """What every placement is made from.
 
     sizes: streamed bytes of each block's packet. tiers: where each block is kept, () for a placement that has but one
-    place. slots: device buffers that streamed blocks share. read: fills a uint8 host tensor with a block's streamed
-    bytes from the store; needed by blocks on disk.
+    place. slots: device buffers that streamed blocks share. read(block, begin, into): fills a uint8 host tensor with the
+    block's streamed bytes from `begin` on, from the store; needed by blocks on disk, called from several threads.
     """
 
     device: Device
     sizes: Sequence[int]
     tiers: Sequence[Tier] = ()
     slots: int = 3
-    read: Callable[[int, Tensor], None] | None = None
+    read: Read | None = None
 
     def blocks_in(self, tier: Tier) -> list[int]:
         """The blocks that a tier keeps, in running order."""
@@ -69,3 +70,28 @@ class Placement(Protocol):
 
     def close(self) -> None:
         """Give all memory back."""
+
+
+@runtime_checkable
+class TakesInPlace(Protocol):
+    """What a placement may also be: its memory is written by the loader itself, instead of by `put`."""
+
+    def targets(self, block: int) -> Sequence[Tensor]:
+        """uint8 tensors, on the host or the device, that make up the packet in order.
+
+        Empty for a block that is not held: it is not loaded. Called by several threads while loading.
+        """
+
+
+@runtime_checkable
+class Reports(Protocol):
+    """What a placement may also be: it says where its blocks are in fact held."""
+
+    def report(self) -> dict[str, Any]:
+        """JSON values for the journal, among them whatever was not done as ordered."""
+
+
+def report_of(placement: Placement) -> dict[str, Any]:
+    """What a placement says of itself; one that says nothing states its bytes."""
+    stated = {"device_bytes": placement.device_bytes(), "host_bytes": placement.host_bytes()}
+    return stated | (placement.report() if isinstance(placement, Reports) else {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,10 +15,16 @@ class Resident:
 
     def __init__(self, settings: PlacementSettings) -> None:
         self._device = settings.device.torch_device
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers = [
+            torch.empty(size, dtype=torch.uint8, device=self._device) for size in settings.sizes
+        ]
+
+    def targets(self, block: int) -> Sequence[Tensor]:
+        """The block's buffer."""
+        return [self._buffers[block]]
 
     def put(self, block: int, packet: Tensor) -> None:
-        self._buffers[block] = packet.to(self._device, copy=True)
+        self._buffers[block].copy_(packet)
 
     def begin(self, sweep: Sweep) -> None:
         """Nothing moves, so the order does not matter."""
@@ -28,7 +36,7 @@ class Resident:
         """The block stays."""
 
     def device_bytes(self) -> int:
-        return sum(one.numel() for one in self._buffers.values())
+        return sum(one.numel() for one in self._buffers)
 
     def host_bytes(self) -> int:
         on_host = self._device == torch.device("cpu")
