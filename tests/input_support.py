@@ -32,9 +32,6 @@ class EarlyCopies:
         self.num_copies = [0] * (num_slots + 1)
         self._targets: dict[int, list[Tensor]] = {}
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
-
     def open_(self, track: int) -> None:
         if track < self.num_slots:
             for target in self._targets.pop(track, []):
@@ -51,6 +48,9 @@ class EarlyCopies:
         target.copy_(source)
 
     def wait(self, track: int) -> None:
+        """All is done."""
+
+    def finish(self) -> None:
         """All is done."""
 
 
@@ -130,9 +130,9 @@ class Toy(nn.Module):
 
     def forward(self, noisy: Tensor, text: Tensor) -> Tensor:
         batch, tokens = noisy.shape[0], noisy.shape[1] + text.shape[1]
-        angles = torch.arange(tokens * WIDTH, dtype=torch.float32).view(1, tokens, WIDTH)
-        rotary = (angles.cos(), angles.sin())
-        mask = (torch.arange(tokens * WIDTH) % 7 != 0).view(1, tokens, WIDTH).expand(batch, -1, -1)
+        numbers = torch.arange(tokens * WIDTH, device=noisy.device).view(1, tokens, WIDTH)
+        rotary = (numbers.float().cos(), numbers.float().sin())
+        mask = (numbers % 7 != 0).expand(batch, -1, -1)
         mod = self.embed.bias.tanh()
         self.shared = [*rotary, mask]
         image, text = self.embed(noisy), self.embed(text)
@@ -161,4 +161,4 @@ def gradients(toy: Toy, keeper: InputKeeper | None, batches: list[tuple[Tensor, 
         toy(noisy, text).square().mean().backward()
     grads = [one.grad for one in toy.parameters() if one.grad is not None]
     assert len(grads) == len(list(toy.parameters()))
-    return torch.cat([one.flatten() for one in grads]).numpy().tobytes()
+    return torch.cat([one.flatten() for one in grads]).cpu().numpy().tobytes()

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from outsize.base.errors import MachineFault
 from outsize.devices._copies import DirectCopies
+from outsize.devices._host import HostBuffer
 from outsize.devices.protocol import open_device
 from outsize.layers.inputs import SavedInputs
 from outsize.layers.model import FrozenModel
@@ -319,20 +320,22 @@ def test_an_input_that_is_changed_in_place_is_noticed() -> None:
         keeper.take(handle, (torch.rand(3), None))
 
 
-def test_a_system_that_refuses_to_pin_is_named_with_what_it_gave() -> None:
-    class Refuses(DirectCopies):
-        left = 2
+def test_a_system_that_refuses_to_pin_is_named_with_what_it_gave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = 2
 
-        def host_buffer(self, num_bytes: int) -> Tensor:
-            self.left -= 1
-            if self.left < 0:
-                raise RuntimeError("cudaErrorMemoryAllocation")
-            return super().host_buffer(num_bytes)
+    def host_buffer(num_bytes: int) -> HostBuffer:
+        nonlocal left
+        left -= 1
+        why = "" if left >= 0 else "page-locking 1.0 MiB was refused (error 2 of the runtime)"
+        return HostBuffer(torch.empty(num_bytes, dtype=torch.uint8), num_bytes, why)
 
-    keeper = offloaded(Refuses(), chunk_bytes=1 << 20)
+    monkeypatch.setattr(type(CPU), "host_buffer", lambda _, num_bytes: host_buffer(num_bytes))
+    keeper = offloaded(chunk_bytes=1 << 20)
     for block in range(3):
         keeper.keep(block, (torch.rand(200_000),))
-    with pytest.raises(MachineFault, match=r"gave 2.0 MiB of pinned memory .* refused 1.0 MiB"):
+    with pytest.raises(MachineFault, match=r"1.0 MiB was refused .* with 2.0 MiB pinned"):
         keeper.keep(3, (torch.rand(200_000),))
 
 

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 class Copies(Protocol):
     """Copies on numbered tracks."""
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        """Host memory (uint8) from and to which copies are fast.
-
-        Raises: RuntimeError when the system refuses to pin it.
-        """
-
     def open_(self, track: int) -> None:
         """Let the track's next copies follow all work queued so far."""
 
@@ -36,12 +30,12 @@ class Copies(Protocol):
     def wait(self, track: int) -> None:
         """Let work queued from now on follow the track's last copies."""
 
+    def finish(self) -> None:
+        """Make the host wait until all copies are done: before their memory on the host is given back."""
+
 
 class DirectCopies:
     """Copies at once; nothing to wait for."""
-
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def open_(self, track: int) -> None:
         """Work is finished when it returns."""
@@ -51,6 +45,9 @@ class DirectCopies:
             target.copy_(source)
 
     def wait(self, track: int) -> None:
+        """Copies are finished when they return."""
+
+    def finish(self) -> None:
         """Copies are finished when they return."""
 
 
@@ -67,9 +64,6 @@ class StreamCopies:
         self._opened = [event() for _ in range(num_tracks)]
         self._copied = [event() for _ in range(num_tracks)]
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
     def open_(self, track: int) -> None:
         self._opened[track].record(torch.cuda.current_stream(self._device))
 
@@ -82,6 +76,9 @@ class StreamCopies:
 
     def wait(self, track: int) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._copied[track])
+
+    def finish(self) -> None:
+        self._stream.synchronize()
 
 
 def make_copies(device: Device, num_tracks: int) -> Copies:

@@ -7,14 +7,19 @@ The span that holds both travels once, in one plain copy, and strides survive.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outsize.base.errors import MachineFault
 from outsize.base.units import format_bytes
+
+if TYPE_CHECKING:
+    from outsize.devices._host import HostBuffer
+    from outsize.devices.protocol import Device
 
 ALIGNMENT = 256  # bytes; kernels choose by the address modulo 16 or less, the allocator gives 512
 
@@ -156,41 +161,44 @@ class Kept:
 
 
 class HostMemory:
-    """Host memory that grows by whole chunks and counts as one: what is copied may lie across two of them.
+    """Host memory that grows by whole chunks and counts as one: what is copied may lie across two of them."""
 
-    Raises, when it grows: MachineFault when the system gives no more.
-    """
-
-    def __init__(self, allocate: Callable[[int], Tensor], chunk_bytes: int) -> None:
-        self._allocate, self._chunk_bytes = allocate, chunk_bytes
-        self._chunks: list[Tensor] = []
+    def __init__(self, device: Device, chunk_bytes: int) -> None:
+        self._device, self._chunk_bytes = device, chunk_bytes
+        self._chunks: list[HostBuffer] = []
 
     @property
     def num_bytes(self) -> int:
-        """Held now."""
-        return len(self._chunks) * self._chunk_bytes
+        """Taken of the host's memory."""
+        return sum(one.taken_bytes for one in self._chunks)
 
     def pairs(self, start: int, device: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes from start on beside those of a device tensor (uint8, one dimension): (host, device)."""
-        self._grow_to(start + device.numel())
+        """Bytes from start on beside those of a device tensor (uint8, one dimension): (host, device).
+
+        Raises: MachineFault when the system gives no more.
+        """
+        while len(self._chunks) * self._chunk_bytes < start + device.numel():
+            self._chunks.append(self._another())
         done = 0
         while done < device.numel():
             number, first = divmod(start + done, self._chunk_bytes)
             size = min(self._chunk_bytes - first, device.numel() - done)
-            yield self._chunks[number][first : first + size], device[done : done + size]
+            host = self._chunks[number].tensor[first : first + size]
+            yield host, device[done : done + size]
             done += size
 
     def clear(self) -> None:
-        """Give the memory back."""
-        self._chunks.clear()
+        """Give the memory back; no copy may be under way."""
+        while self._chunks:
+            self._chunks.pop().release()
 
-    def _grow_to(self, num_bytes: int) -> None:
-        while self.num_bytes < num_bytes:
-            try:
-                self._chunks.append(self._allocate(self._chunk_bytes))
-            except RuntimeError as error:
-                raise MachineFault(
-                    f"the system gave {format_bytes(self.num_bytes)} of pinned memory for block inputs and refused "
-                    f"{format_bytes(self._chunk_bytes)} more; close what else pins memory, lower data.resolution or "
-                    "train.batch, or keep block inputs on the device"
-                ) from error
+    def _another(self) -> HostBuffer:
+        buffer = self._device.host_buffer(self._chunk_bytes)
+        if buffer.why_not_pinned:
+            buffer.release()
+            raise MachineFault(
+                f"{buffer.why_not_pinned}, with {format_bytes(self.num_bytes)} pinned for block inputs so far; a copy to "
+                "ordinary memory would stop every block. Close what else pins memory, lower data.resolution or train.batch, "
+                "or keep block inputs on the device"
+            )
+        return buffer

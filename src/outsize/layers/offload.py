@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from outsize.layers.inputs import Saved
 
 MIN_BYTES = 1 << 20  # what is smaller costs more to move than it frees
-CHUNK_BYTES = 1 << 27  # a power of two: the pinned allocator rounds up to one
+CHUNK_BYTES = 1 << 27  # a power of two: torch's pinned allocator, a second choice, rounds up to one
 
 
 class OffloadedInputs:
@@ -41,8 +41,9 @@ class OffloadedInputs:
     num_slots: device buffers for the way down, each as large as the most that one block sent. min_bytes: spans below stay.
     copies: replaces the device's own kind of copies, on num_slots + 1 tracks.
 
-    Memory, for n blocks that send b bytes each: host n * b - b, up to whole chunks; device num_slots * b and, on the way up
-    and where it turns, 2 * b, instead of n * b.
+    Memory, for n blocks that send b bytes each: on the host n * b - b, in whole chunks; on the device num_slots * b and, on
+    the way up and where it turns, 2 * b, instead of n * b.
+    Raises: MachineFault, from `keep`, when the system refuses to pin what is needed.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class OffloadedInputs:
         self._num_slots, self._min_bytes = max(num_slots, 2), min_bytes
         self._out = self._num_slots  # the track out of the device; those below are the slots'
         self._copies = make_copies(device, self._num_slots + 1) if copies is None else copies
-        self._host = HostMemory(self._copies.host_buffer, chunk_bytes)
+        self._host = HostMemory(device, chunk_bytes)
         self._slots: list[Tensor] = []
         self._owners: list[Kept | None] = []
         self._kept: list[Kept] = []  # of all blocks whose backward has not come, in order
@@ -140,6 +141,7 @@ class OffloadedInputs:
     def close(self) -> None:
         self.begin()
         self._drop_slots()
+        self._copies.finish()
         self._host.clear()
 
     def _note_shared(self, storages: Iterable[int]) -> None:
