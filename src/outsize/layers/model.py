@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from outsize.base.table import ShapeTable
 from outsize.layers.block import wrap_block
 from outsize.layers.frozen import FrozenLinear
+from outsize.layers.inputs import InputKeeper, SavedInputs
 from outsize.weights.packet import Packet, view
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def freeze_linears_(
 class FrozenModel:
     """The module, and the binding of its blocks to packets.
 
-    compute: type of the small tensors and of activations. Buffers that the table lists stay fp32.
+    compute: type of the small tensors and of activations. Buffers that the table lists stay fp32. keeper: of block inputs;
+    autograd, unless another is given.
     """
 
     def __init__(
@@ -82,16 +84,21 @@ class FrozenModel:
         device: torch.device,
         compute: torch.dtype,
         recomputes: bool = True,
+        keeper: InputKeeper | None = None,
     ) -> None:
         self.module, self.placement, self.packets = module, placement, packets
+        self.keeper: InputKeeper = SavedInputs() if keeper is None else keeper
         self._table, self._device, self._compute = table, device, compute
         self._views: dict[tuple[int, int], list[tuple[FrozenLinear, dict[str, Tensor]]]] = {}
         freeze_linears_(module, table, packing, compute)
         for block, path in enumerate(block_paths):
-            wrap_block(module.get_submodule(path), block, self, recomputes=recomputes)
+            wrap_block(
+                module.get_submodule(path), block, self, recomputes=recomputes, keeper=self.keeper
+            )
 
     def begin(self, sweep: Literal["forward", "train"]) -> None:
         """Say that the blocks will now be run upwards, or upwards and down again."""
+        self.keeper.begin()
         self.placement.begin(sweep)
 
     def acquire(self, block: int) -> None:
@@ -125,6 +132,7 @@ class FrozenModel:
     def close(self) -> None:
         """Give the weights' memory back."""
         self._views.clear()
+        self.keeper.close()
         self.placement.close()
 
     def _make_views(
