@@ -39,13 +39,23 @@ class Update:
 
     def collect_(self) -> None:
         """Add the parameters' gradients to the masters' and clear them; call after every backward."""
-        for key, parameter in self.parameters.items():
-            master = self.masters[key]
-            if master is parameter or parameter.grad is None:
-                continue
-            grad = parameter.grad.float()
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
-            parameter.grad = None
+        rounded = [
+            (self.masters[key], one)
+            for key, one in self.parameters.items()
+            if self.masters[key] is not one and one.grad is not None
+        ]
+        first = [(master, one.grad) for master, one in rounded if master.grad is None]
+        later = [(master.grad, one.grad) for master, one in rounded if master.grad is not None]
+        # many tensors in one launch: a large adapter has a thousand
+        if later:
+            torch._foreach_add_(*map(list, zip(*later, strict=True)))  # noqa: SLF001 - torch's name for it
+        if first:
+            wide = [torch.empty_like(master) for master, _ in first]
+            torch._foreach_copy_(wide, [grad for _, grad in first])  # noqa: SLF001
+            for (master, _), grad in zip(first, wide, strict=True):
+                master.grad = grad
+        for _, one in rounded:
+            one.grad = None
 
     def grad_norm(self) -> Tensor:
         """Euclidean norm of all gradients together."""
@@ -66,10 +76,14 @@ class Update:
 
     def publish_(self) -> None:
         """Copy the masters into the parameters that compute."""
-        with torch.no_grad():
-            for key, parameter in self.parameters.items():
-                if self.masters[key] is not parameter:
-                    parameter.copy_(self.masters[key])
+        pairs = [
+            (one, self.masters[key])
+            for key, one in self.parameters.items()
+            if self.masters[key] is not one
+        ]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # noqa: SLF001
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The optimiser's state as tensors by path, and a JSON skeleton that says where each belongs."""
