@@ -48,10 +48,10 @@ class Update:
         later = [(master.grad, one.grad) for master, one in rounded if master.grad is not None]
         # many tensors in one launch: a large adapter has a thousand
         if later:
-            torch._foreach_add_(*map(list, zip(*later, strict=True)))  # noqa: SLF001 - torch's name for it
+            torch._foreach_add_(*map(list, zip(*later, strict=True)))
         if first:
             wide = [torch.empty_like(master) for master, _ in first]
-            torch._foreach_copy_(wide, [grad for _, grad in first])  # noqa: SLF001
+            torch._foreach_copy_(wide, [grad for _, grad in first])
             for (master, _), grad in zip(first, wide, strict=True):
                 master.grad = grad
         for _, one in rounded:
@@ -83,7 +83,7 @@ class Update:
         ]
         if pairs:
             with torch.no_grad():
-                torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # noqa: SLF001
+                torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The optimiser's state as tensors by path, and a JSON skeleton that says where each belongs."""
