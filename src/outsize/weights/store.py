@@ -16,16 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from outsize.base.errors import SourceError, StoreBroken
+from outsize.base.errors import StoreBroken
 from outsize.base.files import json_digest, write_json_atomically
 from outsize.weights.header import build_header
 from outsize.weights.packet import Packet
-from outsize.weights.source import read_exactly
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 STORE_VERSION = 1  # raise it when bytes on disk change for the same source, table and formats
 MANIFEST = "manifest.json"
@@ -95,34 +91,17 @@ class Store:
         """Bytes of all packets."""
         return sum(file.packet.num_bytes for file in self.files)
 
+    def file(self, block: int | None) -> StoreFile:
+        """The file of one block, or (None) of the tensors outside all blocks."""
+        return self._by_block[block]
+
     def packet(self, block: int | None) -> Packet:
-        """The packet of one block, or (None) of the tensors outside all blocks."""
-        return self._by_block[block].packet
+        """The packet of one block."""
+        return self.file(block).packet
 
     def path(self, block: int | None) -> Path:
-        """The file of one block."""
-        return self.folder / self._by_block[block].name
-
-    def read_block_into(self, block: int | None, buffer_u8: Tensor) -> None:
-        """Read a packet into the start of a buffer, and check it.
-
-        buffer_u8: uint8 (n,) on the CPU, contiguous, n at least the packet's bytes; pinned or not.
-        Raises: StoreBroken when the file is gone, ends early, or does not hash to what the manifest says.
-        """
-        file = self._by_block[block]
-        count = file.packet.num_bytes
-        target = buffer_u8.numpy().data[:count]
-        if len(target) < count:
-            raise ValueError(f"{file.name} takes {count} bytes, into a buffer of {len(target)}")
-        path = self.folder / file.name
-        try:
-            with path.open("rb", buffering=0) as opened:
-                opened.seek(file.data_begin)
-                read_exactly(opened, target, path)
-        except (OSError, SourceError) as error:
-            raise StoreBroken(_message(self.folder, [f"{file.name}: {error}"])) from error
-        if hashlib.sha256(target).hexdigest() != file.data_sha256:
-            raise StoreBroken(_message(self.folder, [f"{file.name}: {_ALTERED}"]))
+        """Where the file of one block lies."""
+        return self.folder / self.file(block).name
 
     def verify(self, *, full: bool = False) -> None:
         """Check every file: sizes and headers, and data where stamps changed or (full) everywhere.
@@ -144,14 +123,14 @@ class Store:
         )
         for file, digest in zip(unsure, digests, strict=True):
             if digest != file.data_sha256:
-                faults.append(f"{file.name}: {_ALTERED}")
+                faults.append(f"{file.name}: {ALTERED}")
         if faults:
-            raise StoreBroken(_message(self.folder, faults))
+            raise StoreBroken(broken_message(self.folder, faults))
         if unsure and os.access(self.folder, os.W_OK):  # else they are hashed at each opening
             write_json_atomically(self.folder / STAMPS, _read_stamps(self.folder) | before)
 
 
-_ALTERED = "its data are not those that were written (SHA-256 differs)"
+ALTERED = "its data are not those that were written (SHA-256 differs)"
 
 
 def open_store(folder: Path, *, full: bool = False) -> Store:
@@ -175,21 +154,25 @@ def read_manifest(folder: Path) -> Store:
         what = (
             "has no manifest: its preparing did not finish" if folder.exists() else "is not there"
         )
-        raise StoreBroken(_message(folder, [what])) from error
+        raise StoreBroken(broken_message(folder, [what])) from error
     try:
         values = json.loads(content)
         digest = values.pop("digest")
         if digest != json_digest(values):
-            raise StoreBroken(_message(folder, [f"{MANIFEST} was altered (its digest differs)"]))
+            raise StoreBroken(
+                broken_message(folder, [f"{MANIFEST} was altered (its digest differs)"])
+            )
         if values["store_version"] != STORE_VERSION:
             found = values["store_version"]
             raise StoreBroken(
-                _message(folder, [f"version {found}, this program reads {STORE_VERSION}"])
+                broken_message(folder, [f"version {found}, this program reads {STORE_VERSION}"])
             )
         files = tuple(StoreFile.from_json(row) for row in values["files"])
         return Store(folder, values["key"], values["provenance"], files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreBroken(_message(folder, [f"{MANIFEST} cannot be read ({error!r})"])) from error
+        raise StoreBroken(
+            broken_message(folder, [f"{MANIFEST} cannot be read ({error!r})"])
+        ) from error
 
 
 def write_manifest(store: Store) -> None:
@@ -271,7 +254,8 @@ def _quick_fault(folder: Path, file: StoreFile) -> str | None:
     return None
 
 
-def _message(folder: Path, faults: list[str]) -> str:
+def broken_message(folder: Path, faults: list[str]) -> str:
+    """What to say of a store that cannot be used."""
     listed = "\n  ".join(faults)
     return (
         f"store {folder} cannot be used; `outsize prepare` makes what is missing again:\n  {listed}"
