@@ -31,14 +31,20 @@ class EarlyCopies:
         self.num_slots = num_slots
         self.num_copies = [0] * (num_slots + 1)
         self._targets: dict[int, list[Tensor]] = {}
+        self._inputs_are_made = False
 
     def open_(self, track: int) -> None:
+        if track == self.num_slots:
+            self._inputs_are_made = True
         if track < self.num_slots:
             for target in self._targets.pop(track, []):
                 target.fill_(POISON)
 
     def copy(self, track: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         pairs = list(pairs)
+        if track == self.num_slots:
+            assert self._inputs_are_made, "a copy that may read inputs before they are computed"
+            self._inputs_are_made = False
         self.num_copies[track] += 1
         self._targets[track] = [target for target, _ in pairs]
         for target, source in pairs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from outsize.base.errors import MachineFault
-from outsize.devices._copies import DirectCopies
+from outsize.devices._copies import DirectCopies, StreamCopies
 from outsize.devices._host import HostBuffer
 from outsize.devices.protocol import open_device
 from outsize.layers.inputs import SavedInputs
@@ -35,7 +36,7 @@ STEPS = [[batch_of(0), batch_of(1)], [batch_of(2)], [batch_of(3, tokens=8)], [ba
 def offloaded(copies: Any = None, **options: Any) -> OffloadedInputs:
     """A keeper for tensors as small as the tests', in chunks smaller than some of them."""
     options = {"min_bytes": MIN_BYTES, "chunk_bytes": 2048} | options
-    return OffloadedInputs(CPU, copies=copies or DirectCopies(), **options)
+    return OffloadedInputs(CPU, copies=copies, **options)
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +309,63 @@ def test_a_block_whose_backward_is_left_out_does_not_stop_the_others() -> None:
         (found,) = keeper.take(handles[block], (None,))
         assert torch.equal(found, tensors[block][0])
         keeper.release(handles[block])
+
+
+def test_slots_may_grow_while_one_is_filled_for_a_coming_block() -> None:
+    """A larger picture's forward between another one's forward and backward."""
+    keeper = offloaded(copies := LateCopies())
+    tensors = [(torch.full((300 if block < 6 else 900,), float(block)),) for block in range(9)]
+    handles = [keeper.keep(block, one)[1] for block, one in enumerate(tensors[:6])]
+    keeper.take(handles[5], (None,))
+    assert copies.num_copies[:2] == [1, 1]
+    keeper.release(handles.pop())
+    handles += [keeper.keep(block, tensors[block])[1] for block in (6, 7, 8)]
+    assert keeper.device_bytes() == 2 * 3840  # 900 fp32 numbers, at a multiple of 256
+    for handle in reversed(handles):
+        (found,) = keeper.take(handle, (None,))
+        assert torch.equal(found, tensors[handle.block][0])
+        keeper.release(handle)
+
+
+def test_copies_on_a_stream_follow_what_opened_their_track_and_precede_what_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order of calls on a card, told by stand-ins for its streams and events."""
+    seen: list[tuple[str, ...]] = []
+
+    class Event:
+        count = 0
+
+        def __init__(self) -> None:
+            Event.count += 1
+            self.name = f"event {Event.count}"
+
+        def record(self, stream: Stream) -> None:
+            seen.append(("record", self.name, stream.name))
+
+    class Stream:
+        def __init__(self, _device: Any, name: str = "copies") -> None:
+            self.name = name
+
+        def wait_event(self, event: Event) -> None:
+            seen.append((self.name, "waits for", event.name))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "computing"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    copies = StreamCopies(torch.device("cpu"), 2)  # events 1 and 2 open tracks, 3 and 4 end copies
+    target = torch.zeros(3)
+    copies.open_(1)
+    copies.copy(1, [(target, torch.ones(3))])
+    copies.wait(1)
+    assert target.tolist() == [1, 1, 1]
+    assert seen == [
+        ("record", "event 2", "computing"),
+        ("copies", "waits for", "event 2"),
+        ("record", "event 4", "copies"),
+        ("computing", "waits for", "event 4"),
+    ]
 
 
 def test_an_input_that_is_changed_in_place_is_noticed() -> None:
