@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outsize.app.prepare import prepare_store
+from outsize.base.tiers import Tier
 from outsize.devices.protocol import Device, open_device
 from outsize.families.protocol import FAMILIES
 from outsize.formats._packing import Packing, assign
 from outsize.formats.protocol import make_format
-from outsize.layers.model import FrozenModel, load_from_store_
+from outsize.layers.loading import load_from_store_
+from outsize.layers.model import FrozenModel
 from outsize.placement._spread import as_tiers, choose_resident
 from outsize.placement.protocol import PLACEMENTS, PlacementSettings
+from outsize.weights.reading import StoreReader
 from outsize.weights.source import Source
 from outsize.weights.store import Store
 
@@ -46,15 +50,16 @@ class TinyBase:
         device: Device | None = None,
         resident_bytes: int = 0,
         slots: int = 2,
+        tiers: Sequence[Tier] = (),
     ) -> FrozenModel:
-        """Load it into a placement."""
+        """Load it into a placement. tiers: of each block; as many resident as fit, the rest pinned, unless given."""
         device = device or open_device("cpu")
         table = self.family.table(self.variant)
         packets = [self.store.packet(block) for block in range(table.num_blocks)]
         sizes = [packet.streamed_bytes for packet in packets]
-        settings = PlacementSettings(
-            device, sizes, as_tiers(len(sizes), choose_resident(sizes, resident_bytes)), slots
-        )
+        tiers = tiers or as_tiers(len(sizes), choose_resident(sizes, resident_bytes))
+        reader = StoreReader(self.store)
+        settings = PlacementSettings(device, sizes, tiers, slots, reader.read_streamed)
         module = self.family.build(self.variant)
         model = FrozenModel(
             module,
@@ -66,7 +71,7 @@ class TinyBase:
             device=device.torch_device,
             compute=device.compute_dtype,
         )
-        load_from_store_(model, self.store)
+        load_from_store_(model, reader, device)
         self.family.materialise_buffers(module, device.torch_device)
         return model
 

@@ -7,14 +7,18 @@ measured is what trains.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outsize.arithmetic.protocol import ARITHMETICS, Arithmetic
+from outsize.base.errors import MachineFault
+from outsize.layers.compiled import Transform, block_compiler
 from outsize.layers.model import FrozenModel
-from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings
+from outsize.layers.offload import OffloadedInputs
+from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings, Read
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from outsize.app.parts import Part
     from outsize.devices.protocol import Device
     from outsize.plan.estimate import Holding
@@ -22,7 +26,14 @@ if TYPE_CHECKING:
     from outsize.weights.packet import Packet
 
 _WITHOUT_BLOCKS = "resident"  # a model without blocks has nothing to place
-Read = Callable[[int, "Tensor"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a model that will be trained must know before. code_folder: keeps compiled code. num_sizes: of its pictures."""
+
+    code_folder: Path
+    num_sizes: int = 1
 
 
 def build_model(
@@ -31,32 +42,60 @@ def build_model(
     *,
     plan: Plan,
     device: Device,
-    read: Read | None = None,
+    placement: Placement | None = None,
+    training: Training | None = None,
 ) -> FrozenModel:
     """The model without weights, to be filled through its placement.
 
-    packets: of the blocks, in running order. plan: says where they are held and how they compute. read: gives a block's
-    streamed bytes again, for blocks that a placement does not keep.
+    packets: of the blocks, in running order. plan: says where they are held and how they compute. placement: one that was
+    made before, by `place`. training: of a model that will be trained; only such a one computes in the plan's
+    arithmetic, is compiled, keeps block inputs in host memory, and may use kernels that do not repeat their bits.
+    Raises: MachineFault when the device cannot compute as the plan says.
     """
     table = part.family.table(part.variant)
     holding = plan.holding_of(part.slot)
+    compute = plan.compute
+    device.compute_exactly(is_wanted=training is None or compute.is_exact)
+    is_offloading = training is not None and holding is not None and holding.offloads_inputs
     return FrozenModel(
         part.family.build(part.variant),
         table=table,
         block_paths=part.family.block_paths(part.variant),
         packing=part.packing.formats,
         packets=packets,
-        placement=_placement(holding, [one.streamed_bytes for one in packets], device, read),
+        placement=placement or place(packets, holding, device),
         device=device.torch_device,
         compute=device.compute_dtype,
         recomputes=holding is None or not holding.keeps_activations,
+        keeper=OffloadedInputs(device) if is_offloading else None,
+        arithmetic=None if training is None else _arithmetic(plan, device),
+        transform=_compiler(training) if training is not None and compute.compiles else None,
     )
 
 
-def _placement(
-    holding: Holding | None, sizes: Sequence[int], device: Device, read: Read | None
+def _compiler(training: Training) -> Transform:
+    return block_compiler(training.code_folder, is_one_size=training.num_sizes == 1)
+
+
+def _arithmetic(plan: Plan, device: Device) -> Arithmetic:
+    name = plan.compute.arithmetic
+    arithmetic: Arithmetic = ARITHMETICS.load(name)
+    fault = arithmetic.fault(device.torch_device)
+    if fault is not None:
+        raise MachineFault(
+            f"products in {name} were asked for, but {fault}; leave train.arithmetic out of the recipe"
+        )
+    return arithmetic
+
+
+def place(
+    packets: Sequence[Packet], holding: Holding | None, device: Device, read: Read | None = None
 ) -> Placement:
-    """The placement that the plan chose."""
+    """The placement that the plan chose, empty.
+
+    read: gives a block's streamed bytes (block, first byte, target) again, for blocks that a placement does not keep.
+    """
+    sizes = [one.streamed_bytes for one in packets]
     kind = _WITHOUT_BLOCKS if holding is None else holding.kind
     make: Callable[[PlacementSettings], Placement] = PLACEMENTS.load(kind)
     if holding is None:

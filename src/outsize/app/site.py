@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outsize.app.models import build_model
+from outsize.app.models import build_model, place
 from outsize.app.parts import Part
 from outsize.app.prepare import prepare_store
 from outsize.app.stages import Stages
@@ -24,10 +24,13 @@ from outsize.base.journal import Journal
 from outsize.base.progress import Progress, Silent
 from outsize.base.units import format_bytes
 from outsize.data.cache import ContentCache
-from outsize.layers.model import FrozenModel, load_from_store_
+from outsize.layers.loading import Loading
+from outsize.layers.model import FrozenModel
+from outsize.placement.protocol import Placement, report_of
 from outsize.runs.checkpoint import all_checkpoints
 from outsize.runs.folder import RunFolder
 from outsize.weights.budget import trim_heap
+from outsize.weights.reading import StoreReader
 
 if TYPE_CHECKING:
     from outsize.devices.protocol import Device
@@ -118,21 +121,55 @@ class Site:
             trim_heap()
             self.device.release_cached()
 
-    def _load(self, part: Part, store: Store) -> FrozenModel:
-        table, device = part.family.table(part.variant), self.device
-        model = build_model(
-            part,
-            [store.packet(block) for block in range(table.num_blocks)],
-            plan=self.plan,
-            device=device,
+    def _load(self, part: Part, store: Store, training: Training | None) -> FrozenModel:
+        """The model of a part; its blocks are read while upstream's library is imported and its module built."""
+        device, reader = self.device, StoreReader(store)
+        packets = [
+            store.packet(block) for block in range(part.family.table(part.variant).num_blocks)
+        ]
+        placement = place(
+            packets, self.plan.holding_of(part.slot), device, read=reader.read_streamed
         )
-        load_from_store_(model, store)
-        self.journal.write(
-            "loaded", slot=part.slot, kernel=part.packing.packed.kernel(device.torch_device),
-            device_bytes=model.placement.device_bytes(), host_bytes=model.placement.host_bytes(),
-        )  # fmt: skip
+        try:
+            with Loading(reader, placement, device) as loading:
+                model = build_model(
+                    part,
+                    packets,
+                    plan=self.plan,
+                    device=device,
+                    placement=placement,
+                    training=training,
+                )
+                loading.finish_into_(model)
+            self._tell_loaded(part, placement, loading, reader)
+        except BaseException:
+            placement.close()
+            raise
         part.family.materialise_buffers(model.module, device.torch_device)
         return model
+
+    def _tell_loaded(
+        self, part: Part, placement: Placement, loading: Loading, reader: StoreReader
+    ) -> None:
+        """Where the bytes lie in fact and what it took; what could not be done as planned is said aloud."""
+        report = report_of(placement)
+        self.journal.write(
+            "loaded", slot=part.slot, kernel=part.packing.packed.kernel(self.device.torch_device),
+            reading_s=round(loading.read_s, 3), hashing_s=round(loading.hash_s, 3),
+            loading_s=round(loading.seconds, 3), not_direct=reader.why_buffered, **report,
+        )  # fmt: skip
+        for refused in dict.fromkeys(
+            (report.get("not_pinned", ""), report.get("staging_not_pinned", ""))
+        ):
+            if refused:
+                held = format_bytes(report["tiers"]["pageable"])
+                self.progress.say(
+                    f"{part.slot}: {refused}; {held} of its blocks pass through ordinary memory"
+                )
+        if report.get("tiers", {}).get("disk") and reader.why_buffered:
+            self.progress.say(
+                f"{part.slot}: blocks are read from disk through the page cache: {reader.why_buffered}"
+            )
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """An upstream module whose block linears read packed weights from a placement.
 
-Loading is one pass over the store: small tensors of every block (norms, biases) and everything outside the blocks are
-copied to the device and stay; the packed matrices go to the placement, block by block. Nothing is held twice.
+Small tensors of every block (norms, biases) and everything outside the blocks are on the device and stay; the packed
+matrices are the placement's. `loading.py` brings both from the store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -20,7 +21,6 @@ from outsize.weights.packet import Packet, view
 
 if TYPE_CHECKING:
     from outsize.formats.protocol import Format
-    from outsize.weights.store import Store
 
 
 class PacketHolder(Protocol):
@@ -117,11 +117,17 @@ class FrozenModel:
             layer.bind(None)
         self.placement.release(block)
 
-    def load_small_(self, block: int | None, packet: Packet, buffer: Tensor) -> None:
-        """Copy the tensors of a packet that are no linears of blocks into the module."""
+    def load_small_(
+        self, block: int | None, packet: Packet, buffer: Tensor, *, begin: int = 0
+    ) -> None:
+        """Copy the tensors of a packet that are no linears of blocks into the module.
+
+        buffer: uint8, the packet's bytes from `begin` (a multiple of 256) on.
+        """
         for entry in packet.entries:
             if block is None or entry.offset >= packet.streamed_bytes:
-                self._set(entry.tensor, view(entry, buffer))
+                here = replace(entry, offset=entry.offset - begin)
+                self._set(entry.tensor, view(here, buffer))
 
     def without_weights(self) -> list[str]:
         """Parameters that were never loaded, the packed ones aside."""
@@ -166,22 +172,3 @@ class FrozenModel:
             setattr(owner, leaf, value)
         else:
             owner.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
-
-
-def load_from_store_(model: FrozenModel, store: Store) -> None:
-    """Fill a model from its store in one pass, every byte checked against its digest.
-
-    Memory: one host buffer of the largest packet, used again for each, beside what the placement keeps.
-    """
-    blocks: list[int | None] = [*range(len(model.packets)), None]
-    largest = max(store.packet(block).num_bytes for block in blocks)
-    buffer = torch.empty(largest, dtype=torch.uint8)
-    for block in blocks:
-        packet = store.packet(block)
-        filled = buffer[: packet.num_bytes]
-        store.read_block_into(block, filled)
-        model.load_small_(block, packet, filled)
-        if block is not None:
-            model.placement.put(block, filled[: packet.streamed_bytes])
-    left = model.without_weights()
-    assert not left, f"no weights for {left[:5]}"

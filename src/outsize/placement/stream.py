@@ -9,6 +9,7 @@ allocated after the start, and the host waits only for a disk or a memory that i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -201,7 +202,10 @@ class Stream:
                 {*staged, *(b for b in self._in("pinned") if not self._pinned.is_pinned(b))}
             )
         self._staged = frozenset(staged)
-        buffers = list(self._ring.tensor[: sum(pieces)].split(pieces))
+        ends = itertools.accumulate(pieces)
+        buffers = [
+            self._ring.tensor[end - size : end] for size, end in zip(pieces, ends, strict=True)
+        ]
         self._feeder = Feeder(self._fill, self._copier, self._slots, buffers)
 
     def _make_ring(self, num_bytes: int) -> HostBuffer:
