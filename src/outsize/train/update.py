@@ -39,23 +39,29 @@ class Update:
 
     def collect_(self) -> None:
         """Add the parameters' gradients to the masters' and clear them; call after every backward."""
-        rounded = [
-            (self.masters[key], one)
-            for key, one in self.parameters.items()
-            if self.masters[key] is not one and one.grad is not None
-        ]
-        first = [(master, one.grad) for master, one in rounded if master.grad is None]
-        later = [(master.grad, one.grad) for master, one in rounded if master.grad is not None]
+        first: list[nn.Parameter] = []  # masters without a gradient yet
+        fresh: list[Tensor] = []  # what these get
+        sums: list[Tensor] = []
+        added: list[Tensor] = []  # what those get
+        for key, parameter in self.parameters.items():
+            master = self.masters[key]
+            if master is parameter or parameter.grad is None:
+                continue
+            if master.grad is None:
+                first.append(master)
+                fresh.append(parameter.grad)
+            else:
+                sums.append(master.grad)
+                added.append(parameter.grad)
+            parameter.grad = None
         # many tensors in one launch: a large adapter has a thousand
-        if later:
-            torch._foreach_add_(*map(list, zip(*later, strict=True)))
-        if first:
-            wide = [torch.empty_like(master) for master, _ in first]
-            torch._foreach_copy_(wide, [grad for _, grad in first])
-            for (master, _), grad in zip(first, wide, strict=True):
+        if added:
+            torch._foreach_add_(sums, added)
+        if fresh:
+            wide = [torch.empty_like(master) for master in first]
+            torch._foreach_copy_(wide, fresh)
+            for master, grad in zip(first, wide, strict=True):
                 master.grad = grad
-        for _, one in rounded:
-            one.grad = None
 
     def grad_norm(self) -> Tensor:
         """Euclidean norm of all gradients together."""
@@ -76,14 +82,13 @@ class Update:
 
     def publish_(self) -> None:
         """Copy the masters into the parameters that compute."""
-        pairs = [
-            (one, self.masters[key])
-            for key, one in self.parameters.items()
-            if self.masters[key] is not one
-        ]
-        if pairs:
+        rounded = [key for key, one in self.parameters.items() if self.masters[key] is not one]
+        if rounded:
             with torch.no_grad():
-                torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+                torch._foreach_copy_(
+                    [self.parameters[key] for key in rounded],
+                    [self.masters[key] for key in rounded],
+                )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The optimiser's state as tensors by path, and a JSON skeleton that says where each belongs."""
