@@ -13,6 +13,7 @@ from torch import Tensor
 from outsize.adapters.adapter import Adapter, AdapterShape, delta_norms
 from outsize.adapters.health import as_fp32, require_delta
 from outsize.app.encode import build_corpus
+from outsize.app.models import Training
 from outsize.app.parts import BASE
 from outsize.app.site import Site
 from outsize.app.trained import adapter_identity, trained_checkpoint
@@ -72,9 +73,10 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
         "manifest": corpus.manifest.digest(),
         "base": site.stores.key(BASE),
         "adapter": adapter_identity(recipe),
-        "computed_by": f"{site.device.kind}, {site.device.compute_dtype}",
+        "computed_by": _computed_by(site),
     }
-    with adapted(site) as (model, adapter, initial):
+    training = Training(site.stores.cache_folder / "compiled", corpus.schedule.num_sizes)
+    with adapted(site, training) as (model, adapter, initial):
         update = make_update(recipe, adapter, initial)
         last: list[StepReport] = []
 
@@ -106,11 +108,23 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
     return Trained(outcome, report.step if report else resumed_at, resumed_at, report)
 
 
+def _computed_by(site: Site) -> str:
+    """All that decides bits beside the recipe."""
+    compute = site.plan.compute
+    words = [site.device.kind, str(site.device.compute_dtype), f"products in {compute.arithmetic}"]
+    return ", ".join([*words, "compiled" if compute.compiles else "not compiled"])
+
+
 @contextmanager
-def adapted(site: Site) -> Iterator[tuple[FrozenModel, Adapter, dict[str, Tensor]]]:
-    """The base with a fresh adapter of the recipe's shape, and that one's unrounded values, for the time of the block."""
+def adapted(
+    site: Site, training: Training | None = None
+) -> Iterator[tuple[FrozenModel, Adapter, dict[str, Tensor]]]:
+    """The base with a fresh adapter of the recipe's shape, and that one's unrounded values, for the time of the block.
+
+    training: as the plan says for it; without it the model computes as other programs will, which the adapter is for.
+    """
     choice = site.recipe.adapter
-    with site.opened(BASE) as model:
+    with site.opened(BASE, training) as model:
         adapter, initial = attach_adapter(site.recipe, site.device, model)
         site.journal.write(
             "adapter", modules=len(adapter.paths), parameters=adapter.num_parameters,

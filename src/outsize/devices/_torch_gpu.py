@@ -34,7 +34,7 @@ class Point:
     event: torch.cuda.Event
 
     def seconds_after(self, earlier: Point) -> float:
-        return earlier.event.elapsed_time(self.event) / 1000
+        return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
 @dataclass(slots=True)
@@ -54,6 +54,11 @@ class TorchGpu:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def compute_exactly(self, *, is_wanted: bool) -> None:
+        # Without it the backward of flash attention adds in whatever order its blocks finish. An operation that has no
+        # exact kernel is then an error, not a silent difference.
+        torch.use_deterministic_algorithms(is_wanted)
+
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
@@ -70,7 +75,7 @@ class TorchGpu:
         return point
 
     def limit_memory(self, num_bytes: int) -> int:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call] # torch's stub
         free, total = torch.cuda.mem_get_info(self.torch_device)  # opens the context
         taken = total - free - torch.cuda.memory_reserved(self.torch_device)
         context = min(max(taken, CONTEXT_BYTES), LARGEST_CONTEXT_BYTES)
@@ -149,14 +154,14 @@ def _in_own_thread(device: torch.device, act: Callable[[], int]) -> int:
     return codes[0] if codes else -1
 
 
-def compute_exactly() -> None:
-    """Ask torch for kernels that give the same bits each time: resume and placement promise equal bytes.
-
-    Without it the backward of flash attention adds in whatever order its blocks finish. An operation that has no exact
-    kernel is then an error, not a silent difference. Must come before the first work on a card.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for with cuBLAS
-    torch.use_deterministic_algorithms(True)
+def open_gpu(kind: str, index: int) -> TorchGpu:
+    """A card of that kind, computing exactly until told otherwise."""
+    # what torch asks for with cuBLAS, before the first work on a card
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # torch would write every new buffer twice
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a property
     torch.backends.cudnn.benchmark = False  # picks kernels by a stopwatch
+    # torch's own name for an AMD card's device type is "cuda" too
+    gpu = TorchGpu(kind, torch.device("cuda", index))
+    gpu.compute_exactly(is_wanted=True)
+    return gpu

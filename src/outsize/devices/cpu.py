@@ -39,6 +39,9 @@ class Cpu:
     def name(self) -> str:
         return f"CPU, {torch.get_num_threads()} threads"
 
+    def compute_exactly(self, *, is_wanted: bool) -> None:
+        """It always does."""
+
     def synchronize(self) -> None:
         """Nothing is ever queued."""
 

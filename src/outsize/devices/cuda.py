@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outsize.devices._torch_gpu import TorchGpu, compute_exactly
+from outsize.devices._torch_gpu import TorchGpu, open_gpu
 
 
 class CudaKind:
@@ -16,8 +16,7 @@ class CudaKind:
         return torch.version.hip is None and torch.cuda.is_available()
 
     def open(self, index: int = 0) -> TorchGpu:
-        compute_exactly()
-        return TorchGpu("cuda", torch.device("cuda", index))
+        return open_gpu("cuda", index)
 
 
 plugin = CudaKind()

@@ -49,6 +49,9 @@ class Device(Protocol):
     def copies_asynchronously(self) -> bool:
         """Whether copies from pinned host memory overlap with compute (streams and events exist)."""
 
+    def compute_exactly(self, *, is_wanted: bool) -> None:
+        """Use only kernels that give the same bits each time, as exact resume needs; or any."""
+
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outsize.devices._torch_gpu import TorchGpu, compute_exactly
+from outsize.devices._torch_gpu import TorchGpu, open_gpu
 
 
 class RocmKind:
@@ -16,9 +16,7 @@ class RocmKind:
         return torch.version.hip is not None and torch.cuda.is_available()
 
     def open(self, index: int = 0) -> TorchGpu:
-        compute_exactly()
-        # torch's own name for an AMD card's device type is "cuda" too
-        return TorchGpu("rocm", torch.device("cuda", index))
+        return open_gpu("rocm", index)
 
 
 plugin = RocmKind()

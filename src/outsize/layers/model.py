@@ -6,9 +6,9 @@ matrices are the placement's. `loading.py` brings both from the store.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from outsize.layers.inputs import InputKeeper, SavedInputs
 from outsize.weights.packet import Packet, view
 
 if TYPE_CHECKING:
+    from outsize.arithmetic.protocol import Arithmetic
     from outsize.formats.protocol import Format
 
 
@@ -42,7 +43,11 @@ class PacketHolder(Protocol):
 
 
 def freeze_linears_(
-    module: nn.Module, table: ShapeTable, packing: Mapping[str, Format], compute: torch.dtype
+    module: nn.Module,
+    table: ShapeTable,
+    packing: Mapping[str, Format],
+    compute: torch.dtype,
+    arithmetic: Arithmetic | None = None,
 ) -> None:
     """Replace, in place, every linear inside a block by a FrozenLinear of its format."""
     for spec in table.linears():
@@ -58,6 +63,7 @@ def freeze_linears_(
             has_bias=old.bias is not None,
             fmt=packing[spec.name],
             compute=compute,
+            arithmetic=arithmetic,
         )
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             parent[int(leaf)] = new
@@ -69,7 +75,8 @@ class FrozenModel:
     """The module, and the binding of its blocks to packets.
 
     compute: type of the small tensors and of activations. Buffers that the table lists stay fp32. keeper: of block inputs;
-    autograd, unless another is given.
+    autograd, unless another is given. arithmetic: of products with frozen matrices. transform: made of each block's forward,
+    to compile it.
     """
 
     def __init__(
@@ -85,15 +92,22 @@ class FrozenModel:
         compute: torch.dtype,
         recomputes: bool = True,
         keeper: InputKeeper | None = None,
+        arithmetic: Arithmetic | None = None,
+        transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         self.module, self.placement, self.packets = module, placement, packets
         self.keeper: InputKeeper = SavedInputs() if keeper is None else keeper
         self._table, self._device, self._compute = table, device, compute
         self._views: dict[tuple[int, int], list[tuple[FrozenLinear, dict[str, Tensor]]]] = {}
-        freeze_linears_(module, table, packing, compute)
+        freeze_linears_(module, table, packing, compute, arithmetic)
         for block, path in enumerate(block_paths):
             wrap_block(
-                module.get_submodule(path), block, self, recomputes=recomputes, keeper=self.keeper
+                module.get_submodule(path),
+                block,
+                self,
+                recomputes=recomputes,
+                keeper=self.keeper,
+                transform=transform,
             )
 
     def begin(self, sweep: Literal["forward", "train"]) -> None:
