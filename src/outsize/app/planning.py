@@ -15,6 +15,8 @@ from outsize.plan.planner import make_plan
 from outsize.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from outsize.devices.protocol import Device
 
 CPU = "cpu"
@@ -33,14 +35,21 @@ def plan_here(
     the system tells of less than it will give.
     Raises: RecipeError for names that do not exist.
     """
-    machine = read_machine(recipe.cache_folder())
-    if device_kind == CPU:
-        cpu = stated(vram_bytes=0, ram_bytes=None, gpu=None, base=machine)
-        machine = replace(cpu, is_stated=False)
-    return _plan(recipe, limited(machine, vram_bytes=vram_limit, ram_bytes=ram_bytes))
+    machine = machine_here(recipe.cache_folder(), device_kind=device_kind)
+    return plan_for(recipe, limited(machine, vram_bytes=vram_limit, ram_bytes=ram_bytes))
 
 
-def _plan(recipe: Recipe, machine: MachineProfile) -> Plan:
+def machine_here(cache: Path, *, device_kind: str | None = None) -> MachineProfile:
+    """This machine; device_kind "cpu" leaves its GPU out. cache: whose disk is looked at."""
+    machine = read_machine(cache)
+    if device_kind != CPU:
+        return machine
+    cpu = stated(vram_bytes=0, ram_bytes=None, gpu=None, base=machine)
+    return replace(cpu, is_stated=False)
+
+
+def plan_for(recipe: Recipe, machine: MachineProfile) -> Plan:
+    """The recipe's plan on a machine, with the rates that are known of it."""
     return make_plan(
         recipe,
         machine,
@@ -60,13 +69,16 @@ def plan_on(recipe: Recipe, device: Device, plan: Plan) -> Plan:
     is_gpu = device.kind != CPU
     if is_gpu == plan.machine.has_gpu:
         return plan
-    machine: MachineProfile = replace(
-        plan.machine,
-        device=device.name,
-        vram_bytes=device.free_bytes() if is_gpu else None,
-        vram_free_bytes=device.free_bytes() if is_gpu else None,
-    )
-    return _plan(recipe, machine)
+    return plan_for(recipe, machine_with(plan.machine, device))
+
+
+def machine_with(machine: MachineProfile, device: Device) -> MachineProfile:
+    """The profile with the device that torch opened, unless the system's tools told of one like it."""
+    is_gpu = device.kind != CPU
+    if is_gpu == machine.has_gpu:
+        return machine
+    free = device.free_bytes() if is_gpu else None
+    return replace(machine, device=device.name, vram_bytes=free, vram_free_bytes=free)
 
 
 def require_pictures(recipe: Recipe) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from outsize.base.threads import settle_threads
 
 if TYPE_CHECKING:
     from outsize.app.site import Site
+    from outsize.devices.protocol import Device
     from outsize.recipes.recipe import Recipe
     from outsize.runs.folder import RunFolder
 
@@ -35,6 +37,14 @@ DeviceOption = Annotated[
 ]
 OfflineOption = Annotated[
     bool, typer.Option("--offline", help="Ask nothing of the network (as HF_HUB_OFFLINE=1).")
+]
+VramLimitOption = Annotated[
+    str | None,
+    typer.Option(
+        "--vram-limit",
+        help="Take no more of the card than this in all, as in 8GiB: stands in for a smaller card.",
+        show_default=False,
+    ),
 ]
 DEFAULT_RAM = "2GiB"
 
@@ -67,25 +77,26 @@ def open_site(
     ram: str,
     device: str | None,
     offline: bool,
+    vram_limit: str | None = None,
     must_fit: bool = True,
 ) -> Iterator[Site]:
     """A site whose progress goes to the terminal.
 
     The plan is made and judged before torch is imported. must_fit: refuse a recipe that does not fit the machine.
-    Raises: DoesNotFit; MachineFault when another process works in the run folder.
+    Raises: DoesNotFit; MachineFault when another process works in the run folder, or there is no card to limit.
     """
     from outsize.app.planning import plan_here, plan_on
 
-    plan = plan_here(recipe, device_kind=device)
+    limit = limit_bytes(vram_limit)
+    plan = plan_here(recipe, device_kind=device, vram_limit=limit)
     if must_fit:
         plan.require_fit()
     settle_threads()
     from outsize.app.site import open_site as open_in_app
     from outsize.base.units import parse_bytes
     from outsize.cli._progress import open_progress
-    from outsize.devices.protocol import open_device
 
-    opened = open_device(device)
+    opened, cap = open_limited(device, limit)
     plan = plan_on(recipe, opened, plan)
     if must_fit:
         plan.require_fit()
@@ -95,4 +106,50 @@ def open_site(
             recipe, run, plan, opened, progress, ram_bytes=parse_bytes(ram), offline=offline
         ) as site,
     ):
+        if cap is not None:
+            site.progress.say(str(cap))
+            site.journal.write("vram_limit", **cap.to_json())
         yield site
+
+
+def limit_bytes(text: str | None) -> int | None:
+    """What --vram-limit says."""
+    from outsize.base.units import parse_bytes
+
+    return None if text is None else parse_bytes(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """A limit on a card's memory, and what of it is left for tensors once the driver has its share."""
+
+    limit_bytes: int
+    left_bytes: int
+
+    def __str__(self) -> str:
+        from outsize.base.units import format_bytes
+
+        context = format_bytes(self.limit_bytes - self.left_bytes)
+        return (
+            f"limited to {format_bytes(self.limit_bytes)} of the card: {format_bytes(self.left_bytes)} for tensors, "
+            f"{context} for the driver's context and libraries"
+        )
+
+    def to_json(self) -> dict[str, int]:
+        """As JSON values."""
+        return {
+            "limit_bytes": self.limit_bytes,
+            "left_bytes": self.left_bytes,
+            "context_bytes": self.limit_bytes - self.left_bytes,
+        }
+
+
+def open_limited(kind: str | None, limit: int | None) -> tuple[Device, Cap | None]:
+    """The device, its memory limited where that was asked for.
+
+    Raises: MachineFault when there is no such device, or nothing to limit.
+    """
+    from outsize.devices.protocol import open_device
+
+    opened = open_device(kind)
+    return opened, None if limit is None else Cap(limit, opened.limit_memory(limit))

@@ -1,0 +1,289 @@
+"""`outsize bench`: seconds and bytes of training steps, for a recipe or for random weights of any family and variant."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outsize.base.errors import RecipeError
+from outsize.base.threads import settle_threads
+from outsize.cli._site import DeviceOption, VramLimitOption, limit_bytes, open_limited
+
+if TYPE_CHECKING:
+    from outsize.app.bench import Result, Timing
+    from outsize.cli._site import Cap
+    from outsize.devices._profile import MachineProfile
+    from outsize.devices.protocol import Device
+    from outsize.recipes.recipe import Recipe
+
+
+TargetArgument = Annotated[
+    str | None,
+    typer.Argument(help="A recipe, or FAMILY.VARIANT for random weights.", show_default=False),
+]
+ResolutionOption = Annotated[
+    list[int] | None, typer.Option("--resolution", help="Pixels squared; may be repeated.")
+]
+RankOption = Annotated[
+    list[int] | None, typer.Option("--rank", help="Rank of the adapter; may be repeated.")
+]
+PlacementOption = Annotated[
+    list[str] | None,
+    typer.Option("--placement", help="Where the blocks lie, as in a recipe; may be repeated."),
+]
+ArithmeticOption = Annotated[
+    list[str] | None,
+    typer.Option("--arithmetic", help="Of products with frozen matrices; may be repeated."),
+]
+SlotsOption = Annotated[
+    int | None, typer.Option("--slots", help="Blocks on the device when streaming.")
+]
+OffloadOption = Annotated[
+    bool | None,
+    typer.Option("--offload-inputs/--keep-inputs", help="Block inputs to host memory or not."),
+]
+CompileOption = Annotated[
+    bool | None, typer.Option("--compile/--eager", help="Compile the blocks or not.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Any other key of a recipe, as in train.batch=2 or placement.resident_bytes=4GiB; one that is repeated varies.",
+    ),
+]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed.")]
+WarmupOption = Annotated[int, typer.Option("--warmup", min=1, help="Steps before them.")]
+RatesOption = Annotated[
+    bool, typer.Option("--rates", help="Measure the machine's own rates, and keep them for plans.")
+]
+CacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache", help="Folder for stores, and whose disk is measured.", show_default=False
+    ),
+]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        help="File for results, machine and versions; '-': one line a case on standard output, the rows on standard error.",
+        show_default=False,
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("bench")(bench)
+
+
+def bench(
+    target: TargetArgument = None,
+    *,
+    resolution: ResolutionOption = None,
+    rank: RankOption = None,
+    placement: PlacementOption = None,
+    arithmetic: ArithmeticOption = None,
+    slots: SlotsOption = None,
+    offload_inputs: OffloadOption = None,
+    compile_blocks: CompileOption = None,
+    others: SetOption = None,
+    steps: StepsOption = 7,
+    warmup: WarmupOption = 5,
+    rates: RatesOption = False,
+    cache: CacheOption = None,
+    vram_limit: VramLimitOption = None,
+    device: DeviceOption = None,
+    json_file: JsonOption = None,
+) -> int:
+    """Time training steps: every combination of what is repeated, one row each."""
+    from outsize.app.planning import machine_here, machine_with
+    from outsize.devices._profile import limited
+    from outsize.devices._rates import rates_folder
+
+    if target is None and not rates:
+        raise RecipeError(
+            "name a recipe or FAMILY.VARIANT to time, or --rates to measure the machine"
+        )
+    varied: dict[str, list[Any]] = {
+        "adapter.rank": list(rank or ()),
+        "placement.slots": [] if slots is None else [slots],
+        "placement.offload_inputs": [] if offload_inputs is None else [offload_inputs],
+        "train.compile": [] if compile_blocks is None else [compile_blocks],
+        "train.arithmetic": list(arithmetic or ()),
+        "placement.kind": list(placement or ()),
+        **_settings(others or ()),
+        "data.resolution": list(resolution or ()),
+    }
+    fixed = {} if cache is None else {"cache": str(cache)}
+    report = _Report(json_file)
+    recipes = [] if target is None else _recipes(target, fixed, varied)
+    settle_threads()
+    from outsize.app.bench import Timing
+
+    limit = limit_bytes(vram_limit)
+    machine = machine_here(cache or rates_folder(), device_kind=device)
+    opened, cap = open_limited(device, limit)
+    machine = limited(machine_with(machine, opened), vram_bytes=limit)
+    report.open(machine, opened, cap)
+    if rates:
+        _measure_rates(opened, cache or rates_folder(), report)
+    if recipes:
+        _run(recipes, machine, opened, Timing(warmup, steps), report)
+    return 0
+
+
+def _recipes(target: str, fixed: dict[str, Any], varied: dict[str, list[Any]]) -> list[Recipe]:
+    from outsize.app._bench_cases import case_recipes
+
+    return case_recipes(target, fixed, varied)
+
+
+def _settings(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of each key: "train.batch=2" and "train.batch=4" give {"train.batch": [2, 4]}; read as YAML.
+
+    Raises: RecipeError for a text without a "=".
+    """
+    import yaml
+
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise RecipeError(f"--set {text!r} says no value; write KEY=VALUE, as in train.batch=2")
+        found.setdefault(key.strip(), []).append(yaml.safe_load(value))
+    return found
+
+
+def _measure_rates(device: Device, folder: Path, report: _Report) -> None:
+    from outsize.app._bench_rates import keep_rates, measure_rates
+
+    measured = {}
+    for name, value, unit in measure_rates(device, folder):
+        report.rate(name, value, unit)
+        measured[name] = value
+    keep_rates(measured, device)
+
+
+def _run(
+    recipes: list[Recipe], machine: MachineProfile, device: Device, timing: Timing, report: _Report
+) -> None:
+    from outsize.app._bench_rates import bus_rate
+    from outsize.app.bench import Bench
+    from outsize.app.planning import plan_for
+
+    with Bench(device, timing, bus_bytes_per_s=bus_rate(device)) as running:
+        for recipe in recipes:
+            report.case(running.run(recipe, plan_for(recipe, machine)))
+
+
+class _Report:
+    """Rows as they come, and the file, which is whole after every case."""
+
+    HEADS = (
+        ("case", 46), ("step", 9), ("planned", 9), ("peak", 10), ("planned", 10), ("first step", 11),
+        ("GB/s", 6), ("hidden", 7),
+    )  # fmt: skip
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._is_lines = str(file) == "-"
+        self._rows = sys.stderr if self._is_lines else sys.stdout
+        self._content: dict[str, Any] = {"rates": {}, "cases": []}
+        self._has_head = False
+
+    def say(self, line: str) -> None:
+        """One line for the person watching."""
+        print(line, file=self._rows, flush=True)
+
+    def open(self, machine: MachineProfile, device: Device, cap: Cap | None) -> None:
+        """Note the machine and the versions."""
+        self._content = {
+            "command": sys.argv[1:],
+            "device": {"name": device.name, "kind": device.kind},
+            "vram_limit": None if cap is None else cap.to_json(),
+            "machine": machine.to_json(),
+            **self._content,
+        }
+        if cap is not None:
+            self.say(str(cap))
+        self._write()
+
+    def rate(self, name: str, value: float, unit: str) -> None:
+        """One rate of the machine."""
+        scale = {"TFLOP/s": 1e12, "GB/s": 1e9}.get(unit, 1)
+        self.say(f"{name:<32}{value / scale:>10.3g} {unit}")
+        self._content["rates"][name] = value
+        self._emit({"rate": name, "value": value})
+
+    def case(self, result: Result) -> None:
+        """One case as a row, and as JSON."""
+        values = result.to_json()
+        if not self._has_head:
+            self._has_head = True
+            self.say(_cells([name for name, _ in self.HEADS], [width for _, width in self.HEADS]))
+        self.say(_cells(_row(values), [width for _, width in self.HEADS]))
+        self._content["cases"].append(values)
+        self._emit(values)
+
+    def _emit(self, values: dict[str, Any]) -> None:
+        if self._is_lines:
+            print(json.dumps(values), flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        from outsize.app._bench_rates import versions
+        from outsize.base.files import write_json_atomically
+
+        if self._file is not None and not self._is_lines:
+            self._content["versions"] = versions()  # of what has been imported by now
+            write_json_atomically(self._file, self._content)
+
+
+def _cells(texts: list[str], widths: list[int]) -> str:
+    first, *others = zip(texts, widths, strict=True)
+    cells = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]
+    return " ".join(cells).rstrip()
+
+
+def _row(values: dict[str, Any]) -> list[str]:
+    from outsize.base.units import format_bytes, format_seconds
+
+    planned, measured = values["planned"], values["measured"]
+    name = _case_name(values)
+    if measured is None:
+        return [f"{name}: {values['fault']}", *[""] * (len(_Report.HEADS) - 1)]
+    hidden, planned_s = measured["hidden_share"], planned["step_s"]
+    rate = measured["copied_bytes"] / measured["step_s"] / 1e9
+    return [
+        name,
+        format_seconds(measured["step_s"]),
+        "-" if planned_s is None else format_seconds(planned_s),
+        format_bytes(measured["peak_bytes"] or measured["private_bytes"]),
+        format_bytes(planned["peak_bytes"]),
+        format_seconds(measured["first_step_s"]),
+        f"{rate:.1f}" if rate else "-",
+        "-" if hidden is None else f"{hidden:.0%}",
+    ]
+
+
+def _case_name(values: dict[str, Any]) -> str:
+    placement = values["placement"]
+    held = placement["kind"]
+    num_kept, num_blocks = len(placement["kept_blocks"]), placement["num_blocks"]
+    if num_kept < num_blocks:
+        held += f" {num_kept}/{num_blocks} kept"
+    compute = values["compute"] or {}
+    words = [
+        f"{values['base']} {values['resolution']} px r{values['rank']}",
+        held,
+        str(compute.get("arithmetic", "")),
+        "compiled" if compute.get("compiles") else "",
+    ]
+    return ", ".join(word for word in words if word)
