@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable
+from contextlib import closing, nullcontext
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from outsize.app.prepare import prepare_store
+from outsize.app.prepare import How, prepare_in_cache, prepare_store
+from outsize.app.wanted import wanted
 from outsize.base.journal import Journal
 from outsize.base.layout import Layout, Rule
 from outsize.base.table import ShapeTable, TensorSpec
@@ -131,15 +133,47 @@ def prepare(
             log.close()
 
 
+def prepare_cached(
+    checkpoint: Path,
+    cache: Path,
+    table: ShapeTable,
+    packing: Packing,
+    *,
+    journal: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Store:
+    """As a command does it: the store is named by its content, which is not known before."""
+    with (
+        Source([checkpoint]) as source,
+        closing(Journal(journal)) if journal is not None else nullcontext() as log,
+    ):
+        one = wanted(
+            name="x",
+            table=table,
+            layouts=LAYOUTS,
+            source=source,
+            packing=packing,
+            cache_root=cache,
+        )
+        return prepare_in_cache(one, How(2**30, journal=log, progress=progress))
+
+
 def prepare_in_child(
-    checkpoint: Path, folder: Path, num_blocks: int, begins: Event, journal: Path | None = None
+    checkpoint: Path,
+    folder: Path,
+    num_blocks: int,
+    begins: Event,
+    journal: Path | None,
+    *,
+    is_cache: bool,
 ) -> None:
-    """What a killed or a competing process runs."""
+    """What a killed or a competing process runs. is_cache: the folder is the cache, not the store."""
     torch.set_num_threads(1)
     table = small_table(num_blocks)
     packing = packing_for(table)
     begins.set()
-    prepare(checkpoint, folder, table, packing, journal=journal)
+    run = prepare_cached if is_cache else prepare
+    run(checkpoint, folder, table, packing, journal=journal)
 
 
 def content_of(folder: Path) -> dict[str, str]:

@@ -9,6 +9,10 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
@@ -21,20 +25,26 @@ from prepare_support import (
     in_layout,
     packing_for,
     prepare,
+    prepare_cached,
     prepare_in_child,
     save_checkpoint,
     small_table,
     tensors_of,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from outsize.app.prepare import prepare_store, store_folder, store_key
-from outsize.base.errors import DoesNotFit, FormatError, StoreBroken
+from outsize.app import prepare as subject
+from outsize.app.prepare import prepare_store
+from outsize.app.wanted import Wanted, known_key, store_key, store_name, wanted
+from outsize.base.errors import DoesNotFit, FormatError, SourceError, StoreBroken
 from outsize.base.journal import read_journal
 from outsize.base.table import ShapeTable
 from outsize.families.protocol import FAMILIES
+from outsize.formats._packing import Packing
 from outsize.weights.budget import smallest_budget
-from outsize.weights.packet import view
+from outsize.weights.conveyor import Conveyor
+from outsize.weights.identity import LEDGER_NAME
+from outsize.weights.readahead import read_ahead
 from outsize.weights.source import Source
 from outsize.weights.store import MANIFEST, Store, open_store
 
@@ -46,14 +56,43 @@ def least_budget(table: ShapeTable, name: str = "nf4") -> int:
     return smallest_budget(table, {spec.name: packing.parts(spec.name) for spec in table})
 
 
+@contextmanager
+def want(root: Path, packing: Packing | None = None, checkpoint: str = "a") -> Iterator[Wanted]:
+    """The store of a checkpoint in a cache folder."""
+    with Source([root / f"{checkpoint}.safetensors"]) as source:
+        yield wanted(
+            name="x",
+            table=TABLE,
+            layouts=LAYOUTS,
+            source=source,
+            packing=packing or packing_for(TABLE),
+            cache_root=root / "cache",
+        )
+
+
+def key_of(root: Path, packing: Packing | None = None, checkpoint: str = "a") -> str:
+    """The key of its store."""
+    with want(root, packing, checkpoint) as one:
+        return store_key(one)
+
+
+def is_known(root: Path, checkpoint: str = "a") -> bool:
+    """Whether its key is known without making the store."""
+    with want(root, checkpoint=checkpoint) as one:
+        return known_key(one) is not None
+
+
+def settle(path: Path) -> None:
+    """Make a file's time of change old enough to be believed."""
+    os.utime(path, (1e9, 1e9))
+
+
 def parts_in(store: Store) -> dict[str, torch.Tensor]:
-    """Every part of every tensor, by key."""
-    parts = {}
-    for file in store.files:
-        buffer = torch.empty(file.packet.num_bytes, dtype=torch.uint8)
-        store.read_block_into(file.block, buffer)
-        parts |= {entry.key: view(entry, buffer) for entry in file.packet.entries}
-    return parts
+    """Every part of every tensor, by key, as the safetensors library reads it."""
+    loaded = {
+        key: part for file in store.files for key, part in load_file(store.path(file.block)).items()
+    }
+    return {key: part for key, part in loaded.items() if not key.startswith("__pad__")}
 
 
 # ---------------------------------------------------------------- the result
@@ -130,19 +169,18 @@ def test_the_key_holds_everything_that_shapes_the_bytes(tmp_path: Path) -> None:
     )
 
     def key(checkpoint: str = "a", **options: object) -> str:
-        return store_key(
-            table=TABLE,
-            layouts=LAYOUTS,
-            source=Source([tmp_path / f"{checkpoint}.safetensors"]),
-            packing=packing_for(TABLE, "nf4", **options),
-            cache_root=tmp_path,
-        )
+        return key_of(tmp_path, packing_for(TABLE, "nf4", **options), checkpoint)
 
-    keys = [key(), key("b"), key(group=32), key(scales="fp16")]
+    tensors = tensors_of(TABLE)
+    tensors["mean"][0] += 1
+    save_file(tensors, tmp_path / "c.safetensors")
+    keys = [key(), key("c"), key(group=32), key(scales="fp16")]
     assert len(set(keys)) == 4
-    assert key() == keys[0]
-    folder = store_folder(tmp_path, family="flux2", variant="dev/x", slot="vae", key=keys[0])
-    assert folder.name == f"flux2-dev_x-vae-{keys[0][:16]}"
+    assert key() == key("b") == keys[0], "what nobody reads shapes nothing"
+    name = store_name("flux2", "dev/x@2+6", "vae")
+    with want(tmp_path) as one:
+        folder = replace(one, name=name).folder(keys[0])
+    assert folder.name == f"flux2-dev_x_2_6-vae-{keys[0][:16]}"
 
 
 def test_progress_and_journal_tell_what_happened(tmp_path: Path) -> None:
@@ -260,12 +298,14 @@ def children(monkeypatch: pytest.MonkeyPatch) -> BaseContext:
     return context
 
 
-def start_child(context: BaseContext, *arguments: object) -> Any:
+def start_child(context: BaseContext, *arguments: object, is_cache: bool) -> Any:
     """A child that has begun to prepare: (checkpoint, folder, num_blocks, journal)."""
     begins = context.Event()
     checkpoint, folder, num_blocks, journal = arguments
     process = context.Process(
-        target=prepare_in_child, args=(checkpoint, folder, num_blocks, begins, journal)
+        target=prepare_in_child,
+        args=(checkpoint, folder, num_blocks, begins, journal),
+        kwargs={"is_cache": is_cache},
     )
     process.start()
     assert begins.wait(120)
@@ -273,7 +313,13 @@ def start_child(context: BaseContext, *arguments: object) -> Any:
 
 
 def kill_and_finish(
-    context: BaseContext, tmp_path: Path, *, num_rounds: int, kills_per_round: int, seed: int
+    context: BaseContext,
+    tmp_path: Path,
+    *,
+    num_rounds: int,
+    kills_per_round: int,
+    seed: int,
+    is_cache: bool,
 ) -> None:
     """Kill preparing at random times; the next whole run must give the undisturbed bytes."""
     num_blocks = 12
@@ -285,56 +331,272 @@ def kill_and_finish(
     for number in range(num_rounds):
         folder = tmp_path / f"s{number}"
         for _ in range(kills_per_round):
-            process = start_child(context, checkpoint, folder, num_blocks, None)
+            process = start_child(context, checkpoint, folder, num_blocks, None, is_cache=is_cache)
             wait_for_files(process, folder, chance.randint(0, num_blocks))
             time.sleep(chance.uniform(0, 0.02))  # a block takes about ten milliseconds
             process.kill()
             process.join()
             num_killed += process.exitcode != 0
-        prepare(checkpoint, folder, table, packing_for(table))
-        assert content_of(folder) == whole, "nothing torn is kept, nothing temporary stays"
-        open_store(folder, full=True)
+        run = prepare_cached if is_cache else prepare
+        made = run(checkpoint, folder, table, packing_for(table)).folder
+        assert content_of(made) == whole, "nothing torn is kept, nothing temporary stays"
+        open_store(made, full=True)
+        if is_cache:
+            assert [one for one in folder.iterdir() if one.is_dir()] == [made], "no part is left"
     assert num_killed > num_rounds * kills_per_round / 4, "most children ended before their kill"
 
 
 def wait_for_files(process: Any, folder: Path, count: int) -> None:
     """Until a child has finished so many blocks, or ended."""
-    while process.is_alive() and len(list(folder.glob("*.safetensors"))) < count:
+    while process.is_alive() and len(list(folder.rglob("*.safetensors"))) < count:
         time.sleep(0.001)
 
 
+@pytest.mark.parametrize("is_cache", [False, True])
 def test_a_killed_prepare_continues_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_cache: bool
 ) -> None:
-    kill_and_finish(children(monkeypatch), tmp_path, num_rounds=2, kills_per_round=2, seed=1)
+    kill_and_finish(
+        children(monkeypatch), tmp_path, num_rounds=2, kills_per_round=2, seed=1, is_cache=is_cache
+    )
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_cache", [False, True])
 def test_twenty_killed_prepares_continue_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_cache: bool
 ) -> None:
-    kill_and_finish(children(monkeypatch), tmp_path, num_rounds=20, kills_per_round=2, seed=2)
+    kill_and_finish(
+        children(monkeypatch), tmp_path, num_rounds=20, kills_per_round=2, seed=2, is_cache=is_cache
+    )
 
 
+@pytest.mark.parametrize("is_cache", [False, True])
 def test_two_processes_prepare_the_same_store_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_cache: bool
 ) -> None:
     context = children(monkeypatch)
     num_blocks = 12
     table = small_table(num_blocks)
     checkpoint = save_checkpoint(tmp_path / "x.safetensors", table)
+    folder = tmp_path / "s"
     pair = [
-        start_child(context, checkpoint, tmp_path / "s", num_blocks, tmp_path / f"{name}.jsonl")
+        start_child(
+            context, checkpoint, folder, num_blocks, tmp_path / f"{name}.jsonl", is_cache=is_cache
+        )
         for name in ("a", "b")
     ]
     for process in pair:
         process.join()
         assert process.exitcode == 0
     prepare(checkpoint, tmp_path / "alone", table, packing_for(table))
-    assert content_of(tmp_path / "s") == content_of(tmp_path / "alone")
+    made = next(one for one in folder.iterdir() if one.is_dir()) if is_cache else folder
+    assert content_of(made) == content_of(tmp_path / "alone")
     events = [e["event"] for name in ("a", "b") for e in read_journal(tmp_path / f"{name}.jsonl")]
     assert events.count("prepare_start") == 1
     assert events.count("prepare_done") == 1
+
+
+# ---------------------------------------------------------------- one pass over the source
+
+
+class Reads:
+    """Counts the bytes that are read of sources' tensors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_bytes = 0
+        plain = Source.read_into
+
+        def counted(source: Source, *arguments: Any) -> int:
+            count = plain(source, *arguments)
+            self.num_bytes += count
+            return count
+
+        monkeypatch.setattr(Source, "read_into", counted)
+
+    def taken(self) -> int:
+        """How many since the last call."""
+        count, self.num_bytes = self.num_bytes, 0
+        return count
+
+
+def test_a_source_that_was_never_seen_is_read_once_and_then_never_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing goes along with encoding, and what is known then is what hashing alone would have found."""
+    checkpoint = save_checkpoint(tmp_path / "a.safetensors", TABLE)
+    settle(checkpoint)
+    total = sum(tensor.nbytes for tensor in tensors_of(TABLE).values())
+    cache, reads = tmp_path / "cache", Reads(monkeypatch)
+    assert not is_known(tmp_path)
+    assert reads.taken() == 0, "asking reads nothing"
+    store = prepare_cached(checkpoint, cache, TABLE, packing_for(TABLE))
+    assert reads.taken() == total
+    assert is_known(tmp_path)
+    assert prepare_cached(checkpoint, cache, TABLE, packing_for(TABLE)) == store
+    assert reads.taken() == 0
+    (cache / LEDGER_NAME).unlink()
+    assert key_of(tmp_path) == store.key
+    assert reads.taken() == total
+    assert store.folder == cache / f"x-{store.key[:16]}"
+
+
+def test_a_copy_of_a_source_is_hashed_and_finds_the_store_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    store = prepare_cached(
+        save_checkpoint(tmp_path / "a.safetensors", TABLE), cache, TABLE, packing_for(TABLE)
+    )
+    save_checkpoint(tmp_path / "b.safetensors", TABLE)
+    reads = Reads(monkeypatch)
+    journal = tmp_path / "journal.jsonl"
+    again = prepare_cached(
+        tmp_path / "b.safetensors", cache, TABLE, packing_for(TABLE), journal=journal
+    )
+    assert again == store
+    assert reads.taken() > 0
+    assert not list(read_journal(journal))
+    other = prepare_cached(
+        tmp_path / "b.safetensors", cache, TABLE, packing_for(TABLE, "int4"), journal=journal
+    )
+    assert other.folder != store.folder
+
+
+def test_content_that_turns_out_to_be_there_already_is_kept_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the store came to be after it was looked for."""
+    cache = tmp_path / "cache"
+    checkpoint = save_checkpoint(tmp_path / "a.safetensors", TABLE)
+    store = prepare_cached(checkpoint, cache, TABLE, packing_for(TABLE))
+    monkeypatch.setattr(subject, "known_key", lambda _one: None)
+    assert prepare_cached(checkpoint, cache, TABLE, packing_for(TABLE)) == store
+    (store.folder / MANIFEST).unlink()
+    assert prepare_cached(checkpoint, cache, TABLE, packing_for(TABLE)) == store
+    assert [one for one in cache.iterdir() if one.is_dir()] == [store.folder]
+
+
+class Interrupted(Exception):  # noqa: N818 - it stands for a kill
+    """Ends preparing in the middle."""
+
+
+def interrupt(checkpoint: Path, cache: Path, share: float) -> None:
+    """Prepare until so much of the source is done."""
+
+    def stop(done: int, total: int) -> None:
+        if done >= share * total:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        prepare_cached(checkpoint, cache, TABLE, packing_for(TABLE), progress=stop)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_blocks_of_an_interrupted_run_are_kept_only_if_they_are_of_these_bytes(
+    tmp_path: Path, *, is_changed: bool
+) -> None:
+    """A file changed behind the clock is found: a block is believed for what it was made of, by digest."""
+    cache, journal = tmp_path / "cache", tmp_path / "journal.jsonl"
+    checkpoint = save_checkpoint(tmp_path / "a.safetensors", TABLE)
+    settle(checkpoint)
+    interrupt(checkpoint, cache, 0.8)
+    (partial,) = (one for one in cache.iterdir() if one.is_dir())
+    files = sorted(one.name for one in partial.glob("*.safetensors"))
+    assert files == [f"block-00{number}.safetensors" for number in range(3)] + ["rest.safetensors"]
+    if is_changed:
+        tensors = tensors_of(TABLE)
+        tensors["b.1.q.weight"][5, 7] += 1
+        save_file(tensors, checkpoint)
+        settle(checkpoint)
+    store = prepare_cached(checkpoint, cache, TABLE, packing_for(TABLE), journal=journal)
+    events = {event["event"]: event for event in read_journal(journal)}
+    assert events["prepare_start"]["num_kept"] == (3 if is_changed else 4)
+    whole = prepare(checkpoint, tmp_path / "whole", TABLE, packing_for(TABLE))
+    assert content_of(store.folder) == content_of(whole.folder)
+    assert key_of(tmp_path) == store.key
+
+
+def test_a_source_that_changes_while_it_is_encoded_is_an_error_and_no_store(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "a.safetensors", TABLE)
+    with pytest.raises(SourceError, match=r"a\.safetensors changed while being read"):
+        prepare_cached(
+            checkpoint,
+            tmp_path / "cache",
+            TABLE,
+            packing_for(TABLE),
+            progress=lambda _done, _total: os.utime(checkpoint, (1, 1)),
+        )
+    assert not list((tmp_path / "cache").rglob(MANIFEST))
+
+
+# ---------------------------------------------------------------- the three lines of work
+
+
+def test_reading_ahead_keeps_order_and_never_shares_a_slab() -> None:
+    slabs: list[object] = [None] * 3
+
+    def fill(item: int, slab: int) -> int:
+        assert slabs[slab] is None, "the slab is another's"
+        slabs[slab] = item
+        time.sleep(random.Random(item).uniform(0, 0.002))
+        return item * item
+
+    seen = []
+    for item, slab, found in read_ahead(range(60), fill, num_slabs=3, num_threads=3):
+        assert slabs[slab] == item
+        assert found == item * item
+        seen.append(item)
+        slabs[slab] = None
+    assert seen == list(range(60))
+
+
+def test_an_error_while_reading_ahead_is_raised_in_its_turn() -> None:
+    def fill(item: int, _slab: int) -> int:
+        return 6 // (3 - item)
+
+    seen = []
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012 - what came before the error counts
+        for item, _, _ in read_ahead(range(9), fill, num_slabs=4, num_threads=2):
+            seen.append(item)
+    assert seen == [0, 1, 2]
+
+
+def test_a_conveyor_works_in_order_within_its_limit() -> None:
+    done: list[int] = []
+    held, most = 0, 0
+
+    def work(number: int, size: int) -> None:
+        nonlocal held
+        time.sleep(0.0005)
+        done.append(number)
+        held -= size
+
+    with Conveyor(100, "test") as conveyor:
+        for number in range(40):
+            size = 250 if number == 20 else 30
+            conveyor.reserve(size)
+            held += size
+            most = max(most, held)
+            conveyor.put(partial(work, number, size), size)
+    assert done == list(range(40))
+    assert most == 250, "a large one waits until it is alone"
+
+
+def test_an_error_on_a_conveyor_reaches_the_one_who_puts() -> None:
+    def fail() -> None:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"), Conveyor(10, "test") as conveyor:  # noqa: PT012
+        conveyor.put(fail, 5)
+        while True:
+            conveyor.put(lambda: None, 6)
+    done: list[int] = []
+    with pytest.raises(ZeroDivisionError), Conveyor(10, "test") as conveyor:  # noqa: PT012
+        conveyor.put(partial(time.sleep, 0.05))
+        conveyor.put(partial(done.append, 1))
+        done.append(1 // 0)
+    assert not done, "what waits is dropped"
 
 
 # ---------------------------------------------------------------- memory and time, in a process of their own

@@ -25,9 +25,10 @@ from safetensors.torch import save_file
 from outsize.base.errors import SourceError
 from outsize.base.layout import Layout, Rule
 from outsize.base.table import ShapeTable, TensorSpec
+from outsize.weights import pieces
 from outsize.weights.dtypes import dtype_code, torch_dtype
 from outsize.weights.header import build_header, read_header
-from outsize.weights.identity import DigestLedger
+from outsize.weights.identity import DigestLedger, fingerprint
 from outsize.weights.locate import locate_folder, locate_weights, parse_hub_id
 from outsize.weights.mapping import draw_together
 from outsize.weights.source import Source
@@ -344,57 +345,102 @@ def settled(path: Path) -> Path:
     return path
 
 
-def test_identity_is_that_of_the_content_whatever_the_files_are_called(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        save_file(fused_tensors(), tmp_path / name / f"{name}.safetensors")
-    save_file(fused_tensors() | {"s": torch.tensor(3.25)}, tmp_path / "c.safetensors")
-    same, again, other = (
-        Source([tmp_path / name]).fingerprint()
-        for name in ("a/a.safetensors", "b/b.safetensors", "c.safetensors")
+def identity(files: list[Path], ledger: DigestLedger | None = None, **options: Any) -> str:
+    """The fingerprint of the small table's tensors in some files."""
+    with Source(files) as source:
+        return fingerprint(source.locate((OWN, FUSED), small_table()), ledger, **options)
+
+
+def test_identity_is_that_of_the_tensors_read_whatever_the_files_are_called_and_hold_besides(
+    tmp_path: Path,
+) -> None:
+    """Shards, names of files and tensors that nobody reads make no difference; any byte that is read does."""
+    tensors = fused_tensors()
+    names = list(tensors)
+    save_file(tensors, tmp_path / "a.safetensors")
+    for number, some in enumerate((names[:2], names[2:])):
+        save_file({name: tensors[name] for name in some}, tmp_path / f"b{number}.safetensors")
+    save_file(tensors | {"unused": torch.ones(5)}, tmp_path / "c.safetensors")
+    whole = identity([tmp_path / "a.safetensors"])
+    assert identity([tmp_path / "b0.safetensors", tmp_path / "b1.safetensors"]) == whole
+    assert identity([tmp_path / "c.safetensors"]) == whole
+    for name in names:
+        other = {key: value.clone() for key, value in tensors.items()}
+        other[name].view(-1)[-1] += 1
+        save_file(other, tmp_path / "d.safetensors")
+        assert identity([tmp_path / "d.safetensors"]) != whole, name
+    save_file(tensors | {"s": tensors["s"].view(torch.int32)}, tmp_path / "e.safetensors")
+    (tmp_path / "e.safetensors").write_bytes(
+        (tmp_path / "e.safetensors").read_bytes().replace(b'"I32"', b'"F32"')
     )
-    assert same == again != other
+    assert identity([tmp_path / "e.safetensors"]) == whole, "it is the bytes that count"
+    save_file(tensors | {"s": tensors["s"].double()}, tmp_path / "f.safetensors")
+    assert identity([tmp_path / "f.safetensors"]) != whole
 
 
-def test_a_known_file_is_not_hashed_again_until_it_changes(tmp_path: Path) -> None:
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(0, 40),
+    row_bytes=st.integers(1, 60),
+    piece=st.integers(1, 100),
+    slabs=st.lists(st.integers(100, 5000), min_size=2, max_size=2),
+)
+def test_a_tensors_digest_does_not_depend_on_the_windows_it_is_read_in(
+    num_rows: int, row_bytes: int, piece: int, slabs: list[int]
+) -> None:
+    """Whatever the slab: windows are whole pieces, cover the rows, and give the same digests, those of hashlib."""
+    content = memoryview(bytes(i * 37 % 251 for i in range(num_rows * row_bytes)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE_BYTES", piece)
+        found = []
+        for slab in slabs:
+            windows = list(pieces.windows_of("x", num_rows, row_bytes, slab))
+            raw = [content[w.start * row_bytes : w.stop * row_bytes] for w in windows]
+            assert b"".join(raw) == content
+            assert all(len(one) <= slab for one in raw)
+            found.append(b"".join(pieces.piece_digests(one, row_bytes) for one in raw))
+    step = max(1, piece // row_bytes) * row_bytes
+    expected = [
+        hashlib.sha256(content[i : i + step]).digest() for i in range(0, len(content), step)
+    ]
+    assert found == [b"".join(expected)] * 2
+
+
+def test_a_known_source_is_not_hashed_again_until_a_file_changes(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     ledger = DigestLedger(tmp_path / "digests.json")
 
-    def fingerprint() -> tuple[str, bool]:
+    def look() -> tuple[str, bool]:
         calls: list[int] = []
-        digest = Source([path]).fingerprint(ledger, lambda done, _total: calls.append(done))
-        return digest, bool(calls)
+        found = identity([path], ledger, progress=lambda done, _total: calls.append(done))
+        return found, bool(calls)
 
     save_file(fused_tensors(), path)
-    first, was_read = fingerprint()
+    first, was_read = look()
     assert was_read
-    assert fingerprint() == (first, True), "a file this young is not believed yet"
+    assert look() == (first, True), "a file this young is not believed yet"
     settled(path)
-    assert fingerprint() == (first, True)
-    assert fingerprint() == (first, False)
+    assert look() == (first, True)
+    assert look() == (first, False)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    second, was_read = fingerprint()
+    second, was_read = look()
     assert second != first
     assert was_read
+    settled(path)
+    assert look() == (second, True)
     (tmp_path / "digests.json").write_text("torn {")
-    assert fingerprint() == (second, True), "a torn ledger costs a reading, nothing else"
+    assert look() == (second, True), "a torn ledger costs a reading, nothing else"
+    assert look() == (second, False)
+    assert len(json.loads((tmp_path / "digests.json").read_text())) == 1, "one row for one place"
 
 
-def test_the_hub_has_hashed_its_files_already(tmp_path: Path) -> None:
-    blobs = tmp_path / "blobs"
-    blobs.mkdir()
-    save_file(fused_tensors(), tmp_path / "x.safetensors")
-    digest = Source([tmp_path / "x.safetensors"]).fingerprint()
-    name = hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
-    (tmp_path / "x.safetensors").rename(blobs / name)
-    (tmp_path / "link.safetensors").symlink_to(blobs / name)
-
-    def fail(*_: int) -> None:
-        raise AssertionError("the file was read")
-
-    assert Source([tmp_path / "link.safetensors"]).fingerprint(None, fail) == digest
+def test_a_file_that_changes_while_it_is_hashed_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file(fused_tensors(), path)
+    with pytest.raises(SourceError, match=r"x\.safetensors changed while being read"):
+        identity([path], progress=lambda _done, _total: os.utime(path, (1, 1)))
 
 
 # ---------------------------------------------------------------- where files are

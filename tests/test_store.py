@@ -14,20 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from outsize.base.errors import DoesNotFit, StoreBroken
+from outsize.base.errors import DoesNotFit, SourceError, StoreBroken
 from outsize.base.parts import Part
 from outsize.base.table import ShapeTable, TensorSpec
+from outsize.devices._host import pageable
 from outsize.weights.budget import (
+    MAX_SLAB_BYTES,
     OVERHEAD_BYTES,
     MemoryWatch,
+    Shares,
     private_bytes,
-    slab_bytes,
-    slab_rows,
+    share_out,
     smallest_budget,
 )
 from outsize.weights.dtypes import torch_dtype
 from outsize.weights.header import read_header
 from outsize.weights.packet import ALIGNMENT, Packet, plan_packet, view
+from outsize.weights.pieces import PIECE_BYTES
+from outsize.weights.reading import StoreReader, _read_direct, why_no_direct_reads
 from outsize.weights.store import DATA_ALIGNMENT, MANIFEST, STAMPS, Store, open_store
 from outsize.weights.store_writer import StoreWriter
 
@@ -79,14 +83,24 @@ def write_blocks(writer: StoreWriter, blocks: tuple[int | None, ...] = BLOCKS) -
 
 
 def new_writer(folder: Path) -> StoreWriter:
-    return StoreWriter(folder, key="k" * 64, provenance={"source": "test"}, packets=PACKETS)
+    return StoreWriter(folder, maker="m" * 64, packets=PACKETS)
+
+
+def finish(writer: StoreWriter) -> Store:
+    return writer.finish("k" * 64, {"source": "test"})
 
 
 def write_store(folder: Path) -> Store:
     with new_writer(folder) as writer:
-        assert writer.keep_complete() == set()
+        assert writer.keep_complete() == {}
         write_blocks(writer)
-        return writer.finish()
+        return finish(writer)
+
+
+def read_checked(store: Store, block: int | None, *targets: torch.Tensor) -> None:
+    with StoreReader(store).checked(block) as reading:
+        for target in targets:
+            reading.into(target)
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -163,11 +177,11 @@ def test_a_store_reads_back_what_was_written(tmp_path: Path) -> None:
     assert store == written
     assert {file.block for file in store.files} == {None, 0, 1, 2}
     assert store.nbytes == sum(packet.num_bytes for packet in PACKETS.values())
-    buffer = torch.empty(max(p.num_bytes for p in PACKETS.values()) + 7, dtype=torch.uint8)
     for block in BLOCKS:
         packet = store.packet(block)
         assert packet == PACKETS[block]
-        store.read_block_into(block, buffer)
+        buffer = torch.empty(packet.num_bytes, dtype=torch.uint8)
+        read_checked(store, block, buffer)
         for entry in packet.entries:
             assert torch.equal(view(entry, buffer), values_of(packet)[entry.key])
 
@@ -194,7 +208,7 @@ def test_rows_of_an_entry_may_be_appended_in_pieces(tmp_path: Path) -> None:
                     value = values_of(PACKETS[block])[entry.key]
                     for rows in value.split(2) if value.dim() else [value]:
                         file.append(entry, rows)
-        writer.finish()
+        finish(writer)
     assert content_of(tmp_path / "rows") == whole
 
 
@@ -276,7 +290,7 @@ def test_a_bit_flipped_behind_the_clock_is_found_by_full_checks_and_verified_rea
     buffer = torch.empty(PACKETS[1].num_bytes, dtype=torch.uint8)
     assert open_store(tmp_path) == store, "the quick check believes size, header and time"
     with pytest.raises(StoreBroken, match=r"block-001.*SHA-256"):
-        store.read_block_into(1, buffer)
+        read_checked(store, 1, buffer)
     with pytest.raises(StoreBroken, match=r"block-001.*SHA-256"):
         open_store(tmp_path, full=True)
 
@@ -286,12 +300,10 @@ def test_a_block_that_vanishes_or_shrinks_while_open_is_named(tmp_path: Path) ->
     buffer = torch.empty(PACKETS[1].num_bytes, dtype=torch.uint8)
     os.truncate(store.path(1), 5000)
     with pytest.raises(StoreBroken, match=r"block-001.*early"):
-        store.read_block_into(1, buffer)
+        read_checked(store, 1, buffer)
     store.path(1).unlink()
     with pytest.raises(StoreBroken, match="block-001"):
-        store.read_block_into(1, buffer)
-    with pytest.raises(ValueError, match="into a buffer of 3"):
-        store.read_block_into(0, buffer[:3])
+        read_checked(store, 1, buffer)
 
 
 def test_a_copied_store_is_hashed_once_and_believed_from_then_on(tmp_path: Path) -> None:
@@ -305,6 +317,58 @@ def test_a_copied_store_is_hashed_once_and_believed_from_then_on(tmp_path: Path)
     assert open_store(tmp_path) == store
 
 
+# ---------------------------------------------------------------- reading while training
+
+
+@pytest.mark.parametrize("way", ["direct", "buffered"])
+def test_streamed_bytes_are_read_from_anywhere_into_anything(tmp_path: Path, way: str) -> None:
+    """Aligned or not, past the page cache or through it: the bytes are those of the packet."""
+    reader = StoreReader(write_store(tmp_path))
+    if way == "buffered":
+        reader.why_buffered = "a test says so"
+    elif reader.why_buffered:
+        pytest.skip(reader.why_buffered)
+    packet = PACKETS[1]
+    whole = torch.empty(packet.num_bytes, dtype=torch.uint8)
+    read_checked(reader.store, 1, whole[:100], whole[100:])
+    room = pageable(packet.streamed_bytes + 8192)
+    for begin, shift in ((0, 0), (0, 256), (256, 0), (packet.streamed_bytes - 7, 1)):
+        into = room[shift : shift + packet.streamed_bytes - begin]
+        into.fill_(255)
+        reader.read_streamed(1, begin, into)
+        assert torch.equal(into, whole[begin : packet.streamed_bytes]), f"from {begin} at {shift}"
+    small = torch.empty(packet.num_bytes - packet.streamed_bytes, dtype=torch.uint8)
+    reader.read_small(1, small)
+    assert torch.equal(small, whole[packet.streamed_bytes :])
+
+
+def test_direct_reads_of_more_than_a_page_equal_ordinary_ones(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    content = torch.randint(0, 256, (3 * 4096 + 1000,), dtype=torch.uint8)
+    path.write_bytes(content.numpy().tobytes())
+    if why := why_no_direct_reads(path):
+        pytest.skip(why)
+    into = pageable(2 * 4096 + 1000)
+    _read_direct(path, 4096, into.numpy().data)
+    assert torch.equal(into, content[4096:])
+    for size in (3 * 4096, 2 * 4096 + 1001):
+        with pytest.raises(SourceError, match="bytes early"):
+            _read_direct(path, 4096, pageable(size).numpy().data)
+
+
+def test_a_streamed_read_names_the_file_that_is_gone_or_shrank(tmp_path: Path) -> None:
+    reader = StoreReader(write_store(tmp_path))
+    into = pageable(PACKETS[1].streamed_bytes)
+    os.truncate(reader.store.path(1), 4096)
+    with pytest.raises(StoreBroken, match=r"block-001.*early"):
+        reader.read_streamed(1, 0, into)
+    with pytest.raises(StoreBroken, match=r"block-001.*early"):
+        reader.read_small(1, torch.empty(10, dtype=torch.uint8))
+    reader.store.path(1).unlink()
+    with pytest.raises(StoreBroken, match="block-001"):
+        reader.read_streamed(1, 0, into)
+
+
 # ---------------------------------------------------------------- going on after an interruption
 
 
@@ -316,17 +380,17 @@ def test_a_writer_keeps_whole_blocks_and_writes_the_rest(tmp_path: Path) -> None
     flip(folder / "block-001.safetensors", -1)
     (folder / ".tmp-block-002.safetensors-abc").write_bytes(b"half a block")
     with new_writer(folder) as writer:
-        assert writer.keep_complete() == {None, 0}
+        assert writer.keep_complete().keys() == {None, 0}
         write_blocks(writer, (1, 2))
-        writer.finish()
+        finish(writer)
     assert content_of(folder) == undisturbed
 
 
-def test_files_of_another_key_are_not_kept(tmp_path: Path) -> None:
+def test_files_that_were_made_in_another_way_are_not_kept(tmp_path: Path) -> None:
     write_store(tmp_path)
-    other = StoreWriter(tmp_path, key="j" * 64, provenance={}, packets=PACKETS)
+    other = StoreWriter(tmp_path, maker="n" * 64, packets=PACKETS)
     with other as writer:
-        assert writer.keep_complete() == set()
+        assert writer.keep_complete() == {}
     with pytest.raises(StoreBroken, match="did not finish"):
         open_store(tmp_path)
 
@@ -336,7 +400,7 @@ def test_a_second_writer_waits_for_the_first(tmp_path: Path) -> None:
     waits = threading.Event()
 
     def second() -> None:
-        writer = StoreWriter(tmp_path, key="k", provenance={}, packets={}, on_wait=waits.set)
+        writer = StoreWriter(tmp_path, maker="m", packets={}, on_wait=waits.set)
         with writer:
             order.append("second")
 
@@ -361,15 +425,29 @@ def test_a_watch_sees_memory_that_comes_and_goes() -> None:
     assert abs(private_bytes() - watch.baseline_bytes) < 20 * 2**20
 
 
-def test_the_slab_is_sized_by_the_budget_or_refused_naming_the_smallest() -> None:
+def test_a_budget_is_shared_out_or_refused_naming_the_smallest() -> None:
     specs = (TensorSpec("w", (1000, 1000), "mlp", 0, is_linear=True),)
     packed = {"w": (Part("codes", "U8", (1000, 500)),)}
     plain = {"w": (Part("", "BF16", (1000, 1000)),)}
-    assert slab_rows(10, 99) == 9
-    assert smallest_budget(specs, packed) == OVERHEAD_BYTES + 2 * 500_000 + 2 * 4000
-    assert smallest_budget(specs, plain) == OVERHEAD_BYTES + 2 * 4000, "rows are not gathered"
+    least = OVERHEAD_BYTES + 2 * PIECE_BYTES
+    assert smallest_budget(specs, packed) == least + 2 * 500_000
+    assert smallest_budget(specs, plain) == least, "rows are not gathered"
     budget = smallest_budget(specs, packed)
-    assert slab_bytes(specs, packed, row_bytes=4000, budget_bytes=budget) == 4000
-    assert slab_bytes(specs, packed, row_bytes=4000, budget_bytes=2**40) == 64 * 2**20
-    with pytest.raises(DoesNotFit, match=r"of it for the encoded parts of w.*--ram 65MiB"):
-        slab_bytes(specs, packed, row_bytes=4000, budget_bytes=budget - 2)
+
+    def share(budget_bytes: int, **options: int) -> Shares:
+        return share_out(
+            specs, packed, row_bytes=4000, budget_bytes=budget_bytes, max_slabs=18, **options
+        )
+
+    assert share(budget) == Shares(1, PIECE_BYTES, PIECE_BYTES)
+    large = share(2 * 2**30)
+    assert (large.num_slabs, large.slab_bytes) == (18, MAX_SLAB_BYTES)
+    for size in (budget, 2 * budget, 2**30, 2**40):
+        got = share(size)
+        assert got.num_slabs * got.slab_bytes + got.queue_bytes == size - OVERHEAD_BYTES - 10**6
+    card = share(2**40, device_bytes=2 * 2**30)
+    assert card.num_slabs * card.slab_bytes + card.queue_bytes < 2**30
+    with pytest.raises(DoesNotFit, match=r"of it for the encoded parts of w.*--ram 73MiB"):
+        share(budget - 2)
+    with pytest.raises(DoesNotFit, match=r"on the card needs 1\.0 GiB.*--device cpu"):
+        share(2**40, device_bytes=2**30)

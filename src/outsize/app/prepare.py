@@ -1,94 +1,105 @@
-"""Preparing one model: from published files to a store, within a host-memory budget.
+"""Preparing one model: from published files to a store, in one pass over the files, within a budget of host memory.
 
-Tensor by tensor, windows of rows are read into one reused slab, pushed into the format's encoder, and the encoded parts
-appended to the block's file. What is held at a time is the slab and the parts of one tensor, never a block, never the
-model. A store is named by all that shapes its bytes, so one that is there and whole is used as it is.
+A store is named by all that shapes its bytes, the content of the source included, so one that is there and whole is used
+as it is. That content is hashed while it is encoded: a source that was never seen is encoded into a folder named by
+the state of its files, which gets its real name when its content is known. Only where a store might be that of this source
+are the files hashed first. The work itself is in app/_encoding.py.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outsize.base.errors import DoesNotFit, FormatError, StoreBroken
-from outsize.base.files import json_digest
+from filelock import FileLock
+
+from outsize.app._encoding import Encoding, encode_blocks, plan_encoding
+from outsize.app.wanted import Wanted, is_made_by, known_key, store_key, wanted
+from outsize.base.errors import DoesNotFit, StoreBroken
+from outsize.base.files import json_digest, sync_folder
 from outsize.base.journal import Journal
 from outsize.base.layout import Layout
-from outsize.base.parts import Part
 from outsize.base.progress import OnProgress
 from outsize.base.table import ShapeTable
 from outsize.base.units import format_bytes
 from outsize.formats._packing import Packing
-from outsize.weights.budget import (
-    MemoryWatch,
-    is_stored_as_itself,
-    private_bytes,
-    slab_bytes,
-    slab_rows,
-    trim_heap,
-)
-from outsize.weights.identity import LEDGER_NAME, DigestLedger
-from outsize.weights.mapping import MappedSource
-from outsize.weights.packet import Packet, plan_packet
+from outsize.weights.budget import MemoryWatch, private_bytes
+from outsize.weights.identity import require_unchanged, source_digests, stamps_of
+from outsize.weights.pieces import fingerprint_of
 from outsize.weights.source import Source
-from outsize.weights.store import MANIFEST, STORE_VERSION, Store, open_store
-from outsize.weights.store_writer import BlockWriter, StoreWriter
+from outsize.weights.store import MANIFEST, Store, open_store
+from outsize.weights.store_writer import StoreWriter, acquire
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """One model to prepare: what the steps below share."""
+class Figures:
+    """What preparing took. Peaks: private bytes of the process, bytes of tensors on the device."""
 
-    mapped: MappedSource
-    packing: Packing
-    packets: dict[int | None, Packet]
-    slab_bytes: int
-    device: str
-    journal: Journal | None
-    progress: OnProgress | None
+    seconds: float
+    source_bytes: int
+    store_bytes: int
+    peak_private_bytes: int
+    growth_bytes: int
+    peak_device_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """Ways and means of preparing.
+
+    ram_bytes: private host memory above what the process holds now. device: where rows are encoded. progress: called
+    with (bytes of the source done, bytes in all). on_done: told what it took, unless nothing had to be done.
+    """
+
+    ram_bytes: int
+    device: torch.device | str = "cpu"
+    progress: OnProgress | None = None
+    journal: Journal | None = None
+    on_done: Callable[[Figures], None] | None = None
 
     def note(self, event: str, **values: Any) -> None:
         """Write to the journal, if there is one."""
         if self.journal is not None:
             self.journal.write(event, **values)
 
-    def source_bytes(self, block: int | None) -> int:
-        """Bytes read for one block."""
-        names = self.packets[block].tensors()
-        return sum(self.mapped.row_bytes(name) * self.mapped.num_rows(name) for name in names)
 
+def prepare_in_cache(one: Wanted, how: How) -> Store:
+    """The store in its cache folder: the one that is there, or a new one. One process at a time makes one of a name.
 
-def store_key(
-    *,
-    table: ShapeTable,
-    layouts: Sequence[Layout],
-    source: Source,
-    packing: Packing,
-    cache_root: Path,
-    progress: OnProgress | None = None,
-) -> str:
-    """Digest of everything that shapes a store's bytes, hexadecimal.
-
-    cache_root: where digests of source files are remembered. progress: of hashing files not seen before.
-    Raises: SourceError when the files do not hold the table's tensors.
+    Raises: as prepare_store.
     """
-    mapped = source.locate(layouts, table)
-    ledger = DigestLedger(cache_root / LEDGER_NAME)
-    return json_digest(_provenance(mapped, packing, source.fingerprint(ledger, progress)))
+    one.cache_root.mkdir(parents=True, exist_ok=True)
+    with _lock(one, how):
+        key = known_key(one)
+        place = one.partial_folder() if key is None else one.folder(key)
+        return _named_by_content(one, prepare_in(one, place, how))
 
 
-def store_folder(cache_root: Path, *, family: str, variant: str, slot: str, key: str) -> Path:
-    """The folder of a store: readable, and distinct by its key."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{family}-{variant}-{slot}")
-    return cache_root / f"{name}-{key[:16]}"
+def _named_by_content(one: Wanted, made: Store) -> Store:
+    """Give a store's folder the name that its content has."""
+    folder = one.folder(made.key)
+    if folder == made.folder:
+        return made
+    if is_made_by(folder, one.maker):
+        try:
+            found = open_store(folder)  # the same content, from files at another place
+        except StoreBroken:
+            pass
+        else:
+            shutil.rmtree(made.folder)
+            return found
+    shutil.rmtree(folder, ignore_errors=True)  # torn
+    made.folder.rename(folder)
+    sync_folder(one.cache_root)
+    return replace(made, folder=folder)
 
 
 def prepare_store(
@@ -105,56 +116,53 @@ def prepare_store(
 ) -> Store:
     """Make the store in `folder`, or use the one that is there; files of a torn one that are whole are kept.
 
-    ram_budget_bytes: private host memory above what the process holds now. device: where rows are encoded. progress:
-    called with (bytes of the source done, bytes in all). Interrupted at any point, the next call continues.
+    Interrupted at any point, the next call continues.
     Raises: SourceError for files that do not hold the table; DoesNotFit for a budget that is too small (naming the
     smallest) or too little disk; FormatError naming the tensor for weights that cannot be held; StoreBroken when the
     folder holds another store.
     """
-    mapped = source.locate(layouts, table)
-    fingerprint = source.fingerprint(DigestLedger(folder.parent / LEDGER_NAME))
-    provenance = _provenance(mapped, packing, fingerprint)
-    key = json_digest(provenance)
-    store = _existing(folder, key, journal)
+    one = wanted(
+        name=folder.name,
+        table=table,
+        layouts=layouts,
+        source=source,
+        packing=packing,
+        cache_root=folder.parent,
+    )
+    return prepare_in(one, folder, How(ram_budget_bytes, device, progress, journal))
+
+
+def prepare_in(one: Wanted, folder: Path, how: How) -> Store:
+    """As prepare_store."""
+    store = _existing(one, folder, how)
     if store is None:
-        parts = {spec.name: packing.parts(spec.name) for spec in table}
-        row_bytes = max((mapped.row_bytes(spec.name) for spec in table), default=0)
-        job = _Job(
-            mapped,
-            packing,
-            _plan_packets(table, parts),
-            slab_bytes(table, parts, row_bytes=row_bytes, budget_bytes=ram_budget_bytes),
-            str(device),
-            journal,
-            progress,
-        )
-        store = _prepare(job, folder, key, provenance)
-    if progress is not None:
-        progress(mapped.num_bytes, mapped.num_bytes)
+        store = _prepare(one, folder, how)
+    if how.progress is not None:
+        how.progress(one.mapped.num_bytes, one.mapped.num_bytes)
     return store
 
 
-def _provenance(mapped: MappedSource, packing: Packing, fingerprint: str) -> dict[str, Any]:
-    specs = [[s.name, list(s.shape), s.role, s.block, s.is_linear] for s in mapped.table]
-    return {
-        "source": fingerprint,
-        "table": json_digest(specs),
-        "packing": packing.describe(),
-        "layout": mapped.layout,
-        "store_version": STORE_VERSION,
-    }
+@contextmanager
+def _lock(one: Wanted, how: How) -> Iterator[None]:
+    # Beside the folder, which is renamed: Windows renames none with an open file in it.
+    lock = FileLock(one.cache_root / f".{one.name}.lock")
+    acquire(lock, lambda: how.note("prepare_waits", folder=str(one.cache_root / one.name)))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
-def _existing(folder: Path, key: str, journal: Journal | None) -> Store | None:
+def _existing(one: Wanted, folder: Path, how: How) -> Store | None:
     """The whole store that is there, or None; what is wrong with a torn one goes to the journal."""
     if not (folder / MANIFEST).exists():
         return None
     try:
         store = open_store(folder)
     except StoreBroken as fault:
-        if journal is not None:
-            journal.write("prepare_found_broken", folder=str(folder), fault=str(fault))
+        how.note("prepare_found_broken", folder=str(folder), fault=str(fault))
         return None
+    key = store_key(one) if is_made_by(folder, one.maker) else "none like it"
     if store.key != key:
         raise StoreBroken(
             f"{folder} holds another store (key {store.key[:16]}, wanted {key[:16]}); name another folder, "
@@ -163,54 +171,101 @@ def _existing(folder: Path, key: str, journal: Journal | None) -> Store | None:
     return store
 
 
-def _plan_packets(
-    table: ShapeTable, parts: Mapping[str, Sequence[Part]]
-) -> dict[int | None, Packet]:
-    blocks: list[int | None] = [None, *range(table.num_blocks)]
-    return {block: plan_packet(table.of_block(block), parts) for block in blocks}
+def _prepare(one: Wanted, folder: Path, how: How) -> Store:
+    began = last = time.monotonic()
+    bar = _Bar(one.mapped.num_bytes, how.progress)
+    job = plan_encoding(one.mapped, one.packing, how.ram_bytes, how.device, bar.advance)
 
+    def committed(block: int | None) -> None:
+        nonlocal last
+        last, before = time.monotonic(), last
+        how.note(
+            "prepare_block",
+            block=block,
+            seconds=round(last - before, 3),
+            block_bytes=job.packets[block].num_bytes,
+            private_bytes=private_bytes(),
+        )
 
-def _prepare(job: _Job, folder: Path, key: str, provenance: dict[str, Any]) -> Store:
-    began = time.monotonic()
     writer = StoreWriter(
         folder,
-        key=key,
-        provenance=provenance,
+        maker=one.maker,
         packets=job.packets,
-        on_wait=lambda: job.note("prepare_waits", folder=str(folder)),
+        on_wait=lambda: how.note("prepare_waits", folder=str(folder)),
+        on_commit=committed,
     )
-    with writer, MemoryWatch() as watch:
+    with MemoryWatch() as watch, writer:
         # Another process may have finished it since we looked, or while we waited for the lock.
-        store = _existing(folder, key, job.journal)
+        store = _existing(one, folder, how)
         if store is not None:
             return store
-        kept = writer.keep_complete()
-        _check_disk(job, folder, kept)
-        job.note(
-            "prepare_start",
-            folder=str(folder),
-            files=[str(file) for file in job.mapped.source.files],
-            source_bytes=job.mapped.num_bytes,
-            num_unused_tensors=len(job.mapped.extra),
-            num_files=len(job.packets),
-            num_kept=len(kept),
-            slab_bytes=job.slab_bytes,
-            **provenance,
-        )
-        _encode_blocks(job, writer, kept)
-        store = writer.finish()
-    job.note(
-        "prepare_done",
-        seconds=round(time.monotonic() - began, 3),
-        store_bytes=store.nbytes,
-        peak_private_bytes=watch.peak_bytes,
-        growth_bytes=watch.growth_bytes,
+        last = time.monotonic()
+        store = _fill(one, job, writer, how, bar)
+    figures = Figures(
+        round(time.monotonic() - began, 3),
+        one.mapped.num_bytes,
+        store.nbytes,
+        watch.peak_bytes,
+        watch.growth_bytes,
+        job.lanes.peak_bytes(),
     )
+    how.note("prepare_done", **asdict(figures))
+    if how.on_done is not None:
+        how.on_done(figures)
     return store
 
 
-def _check_disk(job: _Job, folder: Path, kept: set[int | None]) -> None:
-    needed = sum(packet.num_bytes for block, packet in job.packets.items() if block not in kept)
+def _fill(one: Wanted, job: Encoding, writer: StoreWriter, how: How, bar: _Bar) -> Store:
+    """Keep what is of use, encode the rest, and finish: now the content is known."""
+    stamps = stamps_of(one.mapped.source.headers)
+    kept, digests = _keep(one, job, writer, bar)
+    rest = [block for block in job.packets if block not in kept]
+    _check_disk(writer.folder, sum(job.packets[block].num_bytes for block in rest))
+    how.note(
+        "prepare_start",
+        folder=str(writer.folder),
+        files=[str(file) for file in one.mapped.source.files],
+        source_bytes=one.mapped.num_bytes,
+        num_unused_tensors=len(one.mapped.extra),
+        num_files=len(job.packets),
+        num_kept=len(kept),
+        device=str(job.lanes.device),
+        **asdict(job.shares),
+        **one.provenance("not known yet"),
+    )
+    digests |= encode_blocks(job, writer, rest)
+    require_unchanged(one.mapped, stamps)
+    content = fingerprint_of(digests)
+    provenance = one.provenance(content)
+    store = writer.finish(json_digest(provenance), provenance)
+    one.ledger.note(one.mapped, stamps, content)
+    return store
+
+
+def _keep(
+    one: Wanted, job: Encoding, writer: StoreWriter, bar: _Bar
+) -> tuple[set[int | None], dict[str, str]]:
+    """Blocks of an interrupted run that are of exactly these bytes, and the digests of their tensors.
+
+    The source is read for it, which is quick beside encoding: what a folder is called, or a file's time, proves nothing.
+    """
+    stated = writer.keep_complete()
+    names = [name for sources in stated.values() for name in sources]
+    found = source_digests(one.mapped, names)
+    kept: set[int | None] = set()
+    digests: dict[str, str] = {}
+    for block, sources in stated.items():
+        true = {name: found[name] for name in sources}
+        if true == sources:
+            kept.add(block)
+            digests |= true
+            bar.advance(sum(one.mapped.tensor_bytes(name) for name in job.packets[block].tensors()))
+        else:
+            writer.discard(block)
+    return kept, digests
+
+
+def _check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DoesNotFit(
@@ -219,65 +274,14 @@ def _check_disk(job: _Job, folder: Path, kept: set[int | None]) -> None:
         )
 
 
-def _encode_blocks(job: _Job, writer: StoreWriter, kept: set[int | None]) -> None:
-    import torch
+class _Bar:
+    """Counts the bytes of the source that are done."""
 
-    slab_u8 = torch.empty(min(job.slab_bytes, job.mapped.num_bytes), dtype=torch.uint8)
-    done_bytes = sum(job.source_bytes(block) for block in kept)
-    total_bytes = job.mapped.num_bytes
+    def __init__(self, total: int, progress: OnProgress | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
 
-    def advance(num_bytes: int) -> None:
-        nonlocal done_bytes
-        done_bytes += num_bytes
-        if job.progress is not None:
-            job.progress(done_bytes, total_bytes)
-
-    for block, packet in job.packets.items():
-        if block in kept:
-            continue
-        began = time.monotonic()
-        with writer.block(block) as file:
-            for name in packet.tensors():
-                _encode_tensor(job, file, packet, name, slab_u8=slab_u8, advance=advance)
-        trim_heap()
-        job.note(
-            "prepare_block",
-            block=block,
-            seconds=round(time.monotonic() - began, 3),
-            block_bytes=packet.num_bytes,
-            private_bytes=private_bytes(),
-        )
-
-
-def _encode_tensor(
-    job: _Job,
-    file: BlockWriter,
-    packet: Packet,
-    name: str,
-    *,
-    slab_u8: torch.Tensor,
-    advance: Callable[[int], None],
-) -> None:
-    """Read one tensor by windows of rows, encode, and append its parts."""
-    fmt, shape = job.packing.formats[name], job.packing.shapes[name]
-    entries = packet.parts(name)
-    is_itself = is_stored_as_itself(shape, job.packing.parts(name))
-    num_rows, row_bytes = job.mapped.num_rows(name), job.mapped.row_bytes(name)
-    step = max(1, slab_rows(row_bytes, job.slab_bytes))
-    encoder = fmt.encoder(shape)
-    for start in range(0, num_rows, step):
-        stop = min(start + step, num_rows)
-        rows = job.mapped.read_rows(name, start, stop, slab_u8).to(job.device)
-        try:
-            if is_itself:
-                encoder = fmt.encoder(tuple(rows.shape))
-            encoder.push(rows)
-            if is_itself:
-                file.append(entries[""], encoder.finish()[""].cpu())
-        except FormatError as error:
-            raise FormatError(f"{name}, in rows {start} to {stop}: {error}") from error
-        advance((stop - start) * row_bytes)
-    if not is_itself:
-        parts = encoder.finish()
-        for part, entry in entries.items():
-            file.append(entry, parts[part].reshape(entry.shape).cpu())
+    def advance(self, num_bytes: int) -> None:
+        """So many more."""
+        self._done += num_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)

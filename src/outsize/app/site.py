@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outsize.app.models import build_model, place
+from outsize.app.models import Training, build_model, place
 from outsize.app.parts import Part
-from outsize.app.prepare import prepare_store
+from outsize.app.prepare import How
 from outsize.app.stages import Stages
 from outsize.app.stores import Stores
 from outsize.base.errors import MachineFault
@@ -65,7 +65,7 @@ class Site:
         def tell(slot: str, done: int, total: int) -> None:
             self.progress.advance(f"read {slot}", done, total, "B")
 
-        return Stores(self.recipe, self.offline, tell)
+        return Stores(self.recipe, self.offline, tell, self.store)
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -92,27 +92,22 @@ class Site:
     def _prepare(self, part: Part) -> Store:
         for left in part.packing.left_plain:
             self.journal.write("left_plain", slot=part.slot, tensor=left.name, reason=left.reason)
-        with self.stages.stage(f"prepare {part.slot}"), self.stores.source(part.slot) as source:
-            return prepare_store(
-                table=part.family.table(part.variant),
-                layouts=part.family.layouts(part.variant),
-                source=source,
-                packing=part.packing,
-                folder=self.stores.folder(part.slot),
-                ram_budget_bytes=self.ram_bytes,
-                device=self.device.torch_device,
-                progress=lambda done, total: self.progress.advance(
-                    f"prepare {part.slot}", done, total, "B"
-                ),
-                journal=self.journal,
-            )
+        how = How(
+            self.ram_bytes,
+            self.device.torch_device,
+            lambda done, total: self.progress.advance(f"prepare {part.slot}", done, total, "B"),
+            self.journal,
+            lambda figures: self.stores.figures.update({part.slot: figures}),
+        )
+        with self.stages.stage(f"prepare {part.slot}"):
+            return self.stores.prepare(part.slot, how)
 
     @contextmanager
-    def opened(self, slot: str) -> Iterator[FrozenModel]:
+    def opened(self, slot: str, training: Training | None = None) -> Iterator[FrozenModel]:
         """A part's model, held as planned, loaded for the time of the block and freed after it."""
         part, store = self.parts[slot], self.store(slot)
         with self.stages.stage(f"load {slot}"):
-            model = self._load(part, store)
+            model = self._load(part, store, training)
         try:
             yield model
         finally:

@@ -1,31 +1,39 @@
-"""Where the prepared stores of a recipe are, and which are there already; no torch, nothing made."""
+"""Where the prepared stores of a recipe are, and which are there already; torch is imported when one has to be made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outsize.app.parts import Part, parts_of
-from outsize.app.prepare import store_folder, store_key
+from outsize.app.wanted import Wanted, known_key, store_key, store_name, wanted
 from outsize.base.errors import StoreBroken
 from outsize.weights.locate import locate_weights
 from outsize.weights.source import Source
 from outsize.weights.store import Store, open_store
 
 if TYPE_CHECKING:
+    from outsize.app.prepare import Figures, How
     from outsize.recipes.recipe import Recipe
 
 
 @dataclass
 class Stores:
-    """The stores of one recipe. offline: ask nothing of the network. on_read: told how far hashing a source is."""
+    """The stores of one recipe.
+
+    offline: ask nothing of the network. on_read: told how far hashing a source is. on_missing: makes the store of a slot;
+    without it, asking for the key of a source that was never seen hashes the source.
+    """
 
     recipe: Recipe
     offline: bool = False
     on_read: Callable[[str, int, int], None] | None = None
+    on_missing: Callable[[str], Store] | None = None
+    figures: dict[str, Figures] = field(default_factory=dict, init=False)
     _keys: dict[str, str] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -48,38 +56,61 @@ class Stores:
         return Source(locate_weights(named, sub_folder=part.folder, offline=self.offline))
 
     def key(self, slot: str) -> str:
-        """Digest of everything that shapes a part's store; the store itself need not be there."""
-        if slot not in self._keys:
-            part = self.parts[slot]
-            with self.source(slot) as source:
-                self._keys[slot] = store_key(
-                    table=part.family.table(part.variant),
-                    layouts=part.family.layouts(part.variant),
-                    packing=part.packing,
-                    source=source,
-                    cache_root=self.cache_folder,
-                    progress=self._progress(slot),
-                )
-        return self._keys[slot]
-
-    def folder(self, slot: str) -> Path:
-        """Where a part's store is, or will be."""
-        part = self.parts[slot]
-        return store_folder(
-            self.cache_folder,
-            family=part.family_name,
-            variant=part.variant,
-            slot=slot,
-            key=self.key(slot),
-        )
+        """Digest of everything that shapes a part's store, which is made first when the source was never seen."""
+        key = self._known_key(slot)
+        if key is None and self.on_missing is not None:
+            key = self.on_missing(slot).key
+        elif key is None:
+            with self._wanted(slot) as one:
+                key = store_key(one, self._progress(slot))
+        self._keys[slot] = key
+        return key
 
     def existing(self, slot: str) -> Store | None:
         """A part's store if it is there and whole."""
+        key = self._known_key(slot)
+        if key is None:
+            return None
         try:
-            store = open_store(self.folder(slot))
+            with self._wanted(slot) as one:
+                store = open_store(one.folder(key))
         except StoreBroken:
             return None
-        return store if store.key == self.key(slot) else None
+        return store if store.key == key else None
+
+    def prepare(self, slot: str, how: How) -> Store:
+        """Make a part's store, or use the one that is there.
+
+        Raises: as prepare_store.
+        """
+        from outsize.app.prepare import prepare_in_cache
+
+        with self._wanted(slot) as one:
+            store = prepare_in_cache(one, how)
+        self._keys[slot] = store.key
+        return store
+
+    def _known_key(self, slot: str) -> str | None:
+        if slot not in self._keys:
+            with self._wanted(slot) as one:
+                key = known_key(one, self._progress(slot))
+            if key is None:
+                return None
+            self._keys[slot] = key
+        return self._keys[slot]
+
+    @contextmanager
+    def _wanted(self, slot: str) -> Iterator[Wanted]:
+        part = self.parts[slot]
+        with self.source(slot) as source:
+            yield wanted(
+                name=store_name(part.family_name, part.variant, slot),
+                table=part.family.table(part.variant),
+                layouts=part.family.layouts(part.variant),
+                source=source,
+                packing=part.packing,
+                cache_root=self.cache_folder,
+            )
 
     def _progress(self, slot: str) -> Callable[[int, int], None] | None:
         tell = self.on_read

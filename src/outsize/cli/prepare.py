@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outsize.base.units import format_bytes
+from outsize.base.units import format_bytes, format_seconds
 from outsize.cli._site import (
     DEFAULT_RAM,
     DeviceOption,
@@ -16,6 +16,9 @@ from outsize.cli._site import (
     open_site,
     recipe_and_run,
 )
+
+if TYPE_CHECKING:
+    from outsize.app.prepare import Figures
 
 
 def register(app: typer.Typer) -> None:
@@ -45,11 +48,24 @@ def prepare(
             chosen, run, ram=ram, device=device, offline=offline, must_fit=False
         ) as site:
             stored = {slot: site.store(slot) for slot in site.parts}
+            figures = site.stores.figures
     else:
-        stored = ready
+        stored, figures = ready, {}
     for slot, store in stored.items():
         if verify:
             store.verify(full=True)
         how = "there already" if slot in ready else "prepared"
         print(f"{slot}: {how}, {format_bytes(store.nbytes)} in {store.folder}")
+        if slot in figures:
+            print(f"  {_told(figures[slot])}")
     return 0
+
+
+def _told(figures: Figures) -> str:
+    """What preparing took, on one line."""
+    rate = figures.source_bytes / max(figures.seconds, 1e-3) / 1e9
+    return (
+        f"{format_seconds(figures.seconds)} for {format_bytes(figures.source_bytes)} of source, {rate:.2f} GB/s; peak "
+        f"{format_bytes(figures.peak_private_bytes)} private (+{format_bytes(figures.growth_bytes)}), "
+        f"{format_bytes(figures.peak_device_bytes)} on the device"
+    )

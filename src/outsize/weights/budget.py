@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -19,11 +20,16 @@ from outsize.base.errors import DoesNotFit
 from outsize.base.parts import Part
 from outsize.base.table import TensorSpec
 from outsize.base.units import format_bytes
+from outsize.weights.pieces import PIECE_BYTES
 
-# Reading in larger windows gains nothing measurable, and a smaller slab leaves room for large tensors.
-MAX_SLAB_BYTES = 64 * 2**20
+# Reading in larger windows gains nothing measurable, and smaller slabs leave room for more of them.
+MAX_SLAB_BYTES = 32 * 2**20
 # Of a budget, for what is neither slab nor parts: temporaries of an encoder's chunk, threads, allocator slack.
 OVERHEAD_BYTES = 64 * 2**20
+
+# Device memory that preparing may take in all, and what of it goes to the temporaries of one encoded chunk.
+DEVICE_BYTES = 4 * 2**30
+DEVICE_OVERHEAD_BYTES = 2**30
 
 _STATUS = Path("/proc/self/status")
 
@@ -78,11 +84,6 @@ class MemoryWatch:
         self.peak_bytes = max(self.peak_bytes, private_bytes())
 
 
-def slab_rows(row_bytes: int, budget_bytes: int) -> int:
-    """Rows of row_bytes that fit into the budget; 0 when not even one does."""
-    return budget_bytes // max(row_bytes, 1)
-
-
 def is_stored_as_itself(shape: tuple[int, ...], parts: Sequence[Part]) -> bool:
     """Whether a tensor is stored as one tensor of its own shape: then rows are written as they are encoded."""
     return len(parts) == 1 and parts[0].name == "" and parts[0].shape == shape
@@ -95,36 +96,61 @@ def smallest_budget(specs: Iterable[TensorSpec], parts: Mapping[str, Sequence[Pa
     """
     specs = tuple(specs)
     row_bytes = max((4 * spec.num_elements // (spec.shape or (1,))[0] for spec in specs), default=0)
-    return OVERHEAD_BYTES + _held_bytes(specs, parts)[0] + 2 * row_bytes
+    return OVERHEAD_BYTES + _held_bytes(specs, parts)[0] + 2 * _least_slab_bytes(row_bytes)
 
 
-def slab_bytes(
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How a budget is shared out: slabs into which rows are read, and what may wait to be written."""
+
+    num_slabs: int
+    slab_bytes: int
+    queue_bytes: int
+
+
+def share_out(
     specs: Iterable[TensorSpec],
     parts: Mapping[str, Sequence[Part]],
     *,
     row_bytes: int,
     budget_bytes: int,
-) -> int:
-    """Bytes of the slab into which rows are read: half of what the budget leaves, the rest being for copies of them.
+    max_slabs: int,
+    device_bytes: int | None = None,
+) -> Shares:
+    """Share out what a budget leaves: half for slabs, half for what was encoded and waits to be written.
 
-    row_bytes: of the longest row in the source.
+    row_bytes: of the longest row in the source. device_bytes: the same on a card, which then holds both as well.
     Raises: DoesNotFit naming the smallest budget.
     """
     specs = tuple(specs)
     held_bytes, culprit = _held_bytes(specs, parts)
-    left_bytes = (budget_bytes - OVERHEAD_BYTES - held_bytes) // 2
-    if left_bytes < row_bytes:
+    least_bytes = _least_slab_bytes(row_bytes)
+    left_bytes = budget_bytes - OVERHEAD_BYTES - held_bytes
+    share = (
+        f", {format_bytes(held_bytes)} of it for the encoded parts of {culprit}" if culprit else ""
+    )
+    if left_bytes < 2 * least_bytes:
         smallest = smallest_budget(specs, parts)
-        share = (
-            f", {format_bytes(held_bytes)} of it for the encoded parts of {culprit}"
-            if culprit
-            else ""
-        )
         raise DoesNotFit(
             f"preparing needs {format_bytes(smallest)} of host memory{share}; the budget is "
             f"{format_bytes(budget_bytes)}. Smallest change that fits: `--ram {-(-smallest // 2**20)}MiB`"
         )
-    return max(1, min(MAX_SLAB_BYTES, left_bytes))
+    if device_bytes is not None:
+        left_bytes = min(left_bytes, device_bytes - DEVICE_OVERHEAD_BYTES - held_bytes)
+        if left_bytes < 2 * least_bytes:
+            needed = DEVICE_OVERHEAD_BYTES + held_bytes + 2 * least_bytes
+            raise DoesNotFit(
+                f"preparing on the card needs {format_bytes(needed)}{share}, and takes {format_bytes(device_bytes)} at "
+                "most; prepare with `--device cpu`"
+            )
+    slab_bytes = max(least_bytes, min(MAX_SLAB_BYTES, left_bytes // 8))
+    num_slabs = max(1, min(max_slabs, left_bytes // 2 // slab_bytes))
+    return Shares(num_slabs, slab_bytes, left_bytes - num_slabs * slab_bytes)
+
+
+def _least_slab_bytes(row_bytes: int) -> int:
+    """The smallest slab: one piece of the source's identity, which is one row at least."""
+    return max(row_bytes, PIECE_BYTES)
 
 
 def _held_bytes(

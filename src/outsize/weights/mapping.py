@@ -17,7 +17,7 @@ from outsize.base.errors import SourceError
 from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable, TensorSpec
 from outsize.weights.dtypes import torch_dtype
-from outsize.weights.header import TensorInfo
+from outsize.weights.header import Header, TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,9 +35,12 @@ class RowReader(Protocol):
     def files(self) -> tuple[Path, ...]: ...
 
     @property
+    def headers(self) -> tuple[Header, ...]: ...
+
+    @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
-    def read_rows(self, name: str, start: int, stop: int, into: Tensor) -> Tensor: ...
+    def read_into(self, name: str, start: int, stop: int, target: memoryview) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +85,27 @@ class MappedSource:
         num_rows = info.shape[0] if info.shape else 1
         return info.num_bytes // num_rows if num_rows else 0
 
-    @property
+    def tensor_bytes(self, name: str) -> int:
+        """Bytes that are read for one of our tensors."""
+        return self.row_bytes(name) * self.num_rows(name)
+
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes that are read for the whole table."""
-        return sum(self.row_bytes(name) * self.num_rows(name) for name in self.windows)
+        return sum(self.tensor_bytes(name) for name in self.windows)
 
     def read_rows(self, name: str, start: int, stop: int, into: Tensor) -> Tensor:
         """Rows [start, stop) of one of our tensors, wherever its slabs lie.
 
         Arguments, result and errors as Source.read_rows; the shape is (stop - start, ...) of the table.
         """
+        num_bytes = self.read_into(name, start, stop, into.numpy().data)
         shape = self._specs[name].shape
+        raw = into[:num_bytes].view(torch_dtype(self.info(name).dtype))
+        return raw.view((stop - start, *shape[1:]) if shape else ())
+
+    def read_into(self, name: str, start: int, stop: int, target: memoryview) -> int:
+        """The bytes of rows [start, stop) of one of our tensors, in our order; arguments as Source.read_into."""
         num_rows, row_bytes = self.num_rows(name), self.row_bytes(name)
         if not 0 <= start <= stop <= num_rows:
             raise IndexError(f"rows {start}:{stop} of {name}, which has {num_rows}")
@@ -102,12 +115,10 @@ class MappedSource:
             last = min(stop, begin + window.stop - window.start)
             if first < last:
                 shift = window.start - begin
-                piece = into[(first - start) * row_bytes :]
-                self.source.read_rows(window.tensor, first + shift, last + shift, piece)
+                piece = target[(first - start) * row_bytes :]
+                self.source.read_into(window.tensor, first + shift, last + shift, piece)
             begin += window.stop - window.start
-        dtype = torch_dtype(self.info(name).dtype)
-        raw = into[: (stop - start) * row_bytes].view(dtype)
-        return raw.view((stop - start, *shape[1:]) if shape else ())
+        return (stop - start) * row_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from outsize.base.errors import SourceError
-from outsize.base.files import json_digest
 from outsize.base.layout import Layout
-from outsize.base.progress import OnProgress
 from outsize.base.table import ShapeTable
 from outsize.weights.dtypes import torch_dtype
 from outsize.weights.header import TensorInfo, read_header
-from outsize.weights.identity import DigestLedger, content_digests
 from outsize.weights.mapping import MappedSource, map_source
 
 if TYPE_CHECKING:
@@ -51,24 +48,11 @@ class Source:
         self._handles = threading.local()
         self._opened: list[FileIO] = []
         self._lock = threading.Lock()
-        self._fingerprint: str | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors in all files."""
         return sum(info.num_bytes for info in self.tensors.values())
-
-    def fingerprint(
-        self, ledger: DigestLedger | None = None, progress: OnProgress | None = None
-    ) -> str:
-        """Content identity of all files, hexadecimal; the same for copies, whatever they are called.
-
-        ledger: where digests of files are remembered. Without one, or on first sight, files are read whole.
-        """
-        if self._fingerprint is None:
-            digests = content_digests(self.headers, ledger, progress)
-            self._fingerprint = json_digest(sorted(digests))
-        return self._fingerprint
 
     def locate(self, layouts: Sequence[Layout], table: ShapeTable) -> MappedSource:
         """The table's tensors in these files, by the first layout whose names match.
@@ -84,22 +68,30 @@ class Source:
         the file's dtype and shape (stop - start, ...). A tensor without dimensions has one row and keeps its shape.
         Raises: SourceError when the file ends early or cannot be read; IndexError for rows that are not there.
         """
+        num_bytes = self.read_into(name, start, stop, into.numpy().data)
+        info = self.tensors[name]
+        shape = (stop - start, *info.shape[1:]) if info.shape else ()
+        assert math.prod(shape) == 0 or num_bytes, "only an empty tensor takes no bytes"
+        return into[:num_bytes].view(torch_dtype(info.dtype)).view(shape)
+
+    def read_into(self, name: str, start: int, stop: int, target: memoryview) -> int:
+        """Read the bytes of rows [start, stop) to the start of a buffer, without torch; give their count.
+
+        Raises: as read_rows; ValueError for a buffer that is too short.
+        """
         info = self.tensors[name]
         num_rows = info.shape[0] if info.shape else 1
         if not 0 <= start <= stop <= num_rows:
             raise IndexError(f"rows {start}:{stop} of {name}, which has {num_rows}")
         row_bytes = info.num_bytes // num_rows if num_rows else 0
         num_bytes = (stop - start) * row_bytes
+        if num_bytes > len(target):
+            raise ValueError(
+                f"{name} rows {start}:{stop} take {num_bytes} bytes, into {len(target)}"
+            )
         if num_bytes:
-            target = into.numpy().data[:num_bytes]
-            if len(target) < num_bytes:
-                raise ValueError(
-                    f"{name} rows {start}:{stop} take {num_bytes} bytes, into {len(target)}"
-                )
-            self._read(info.file, info.begin + start * row_bytes, target)
-        shape = (stop - start, *info.shape[1:]) if info.shape else ()
-        assert math.prod(shape) == 0 or num_bytes, "only an empty tensor takes no bytes"
-        return into[:num_bytes].view(torch_dtype(info.dtype)).view(shape)
+            self._read(info.file, info.begin + start * row_bytes, target[:num_bytes])
+        return num_bytes
 
     def close(self) -> None:
         """Close the file handles of all threads; no other thread may be reading."""

@@ -23,7 +23,7 @@ from outsize.base.files import json_digest, write_json_atomically
 from outsize.weights.header import build_header
 from outsize.weights.packet import Packet
 
-STORE_VERSION = 1  # raise it when bytes on disk change for the same source, table and formats
+STORE_VERSION = 2  # raise it when bytes on disk change for the same source, table and formats
 MANIFEST = "manifest.json"
 STAMPS = "stamps.json"
 DATA_ALIGNMENT = 4096  # a page, and a multiple of every disk's sector
@@ -193,13 +193,19 @@ def file_name(block: int | None) -> str:
     return "rest.safetensors" if block is None else f"block-{block:03d}.safetensors"
 
 
-def packet_header(packet: Packet, *, key: str, data_sha256: str) -> bytes:
-    """What precedes a packet in its file; its length does not depend on the digest's value."""
+def packet_header(
+    packet: Packet, *, maker: str, sources: Mapping[str, str], data_sha256: str
+) -> bytes:
+    """What precedes a packet in its file; its length does not depend on the values of digests.
+
+    maker: digest of how the packet was made. sources: digest of each tensor that it was made of.
+    """
     entries = sorted((*packet.entries, *packet.pads()), key=lambda entry: (entry.offset, entry.end))
     rows = [(entry.key, entry.dtype, entry.shape, entry.offset, entry.end) for entry in entries]
     metadata = {
         "outsize_store": str(STORE_VERSION),
-        "key": key,
+        "maker": maker,
+        "sources": json.dumps(dict(sources), separators=(",", ":")),
         "data_bytes": str(packet.num_bytes),
         "data_sha256": data_sha256,
     }

@@ -1,15 +1,17 @@
-"""Writing a store, so that a kill at any moment costs one block at most.
+"""Writing a store, so that a kill at any moment costs the blocks in flight at most.
 
-Each block's file is written under a temporary name, its parts appended as they are encoded and hashed on the way; then
-fsync and rename. The manifest comes last. Whoever comes next removes temporaries, keeps the files whose digest is right and
-writes the rest. One process writes at a time, behind a lock in the folder.
+Each block's file is written under a temporary name, its parts appended as they are encoded and hashed on the way; then,
+in the background, fsync and rename. Its header says how it was made and of which tensors, by digest, so that whoever comes
+next can tell whether it is of use. The manifest comes last. One process writes at a time, behind a lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
@@ -35,106 +37,143 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOCK = ".lock"
+_NO_DIGEST = "0" * 64  # as long as a real one, and never equal to one
+_CHUNK_BYTES = 16 * 2**20  # hashed and written at the same time, and copied from a device
 
 
 class StoreWriter:
     """Fills one store folder; use it in a `with` block, which holds the folder's lock.
 
-    on_wait: called once before waiting for another process that holds the lock.
+    maker: digest of how packets are made. on_wait: called once before waiting for another process that holds the lock.
+    on_commit: told each block once its file is safe, from a thread of its own.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        key: str,
-        provenance: dict[str, Any],
+        maker: str,
         packets: Mapping[int | None, Packet],
         on_wait: Callable[[], None] | None = None,
+        on_commit: Callable[[int | None], None] | None = None,
     ) -> None:
         self.folder = folder
         self._on_wait = on_wait
-        self._key = key
-        self._provenance = provenance
+        self._on_commit = on_commit
+        self._maker = maker
         self._packets = dict(packets)
         self._written: dict[int | None, StoreFile] = {}
         self._lock = FileLock(folder / LOCK)
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="store-hash")
+        self._committer = ThreadPoolExecutor(1, thread_name_prefix="store-commit")
+        self._commits: list[Future[None]] = []
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock.acquire(blocking=False)
-        except Timeout:
-            if self._on_wait is not None:
-                self._on_wait()
-            self._lock.acquire()
+        acquire(self._lock, self._on_wait)
         remove_temporaries(self.folder)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._hasher.shutdown()
+        self._committer.shutdown()
         self._lock.release()
 
-    def keep_complete(self) -> set[int | None]:
-        """Blocks whose files are there and whole, by digest; they need not be written again.
+    def keep_complete(self) -> dict[int | None, dict[str, str]]:
+        """Blocks whose files are there, whole by digest, and made in our way, each with the digests of its tensors.
 
-        A manifest is removed first: from here on the folder is not a store until `finish`.
+        They need not be written again if these are still the tensors' digests; else `discard` them. A manifest is
+        removed first: from here on the folder is not a store until `finish`.
         """
         (self.folder / MANIFEST).unlink(missing_ok=True)
-        candidates = [file for block in self._packets if (file := self._stated(block)) is not None]
+        stated = [found for block in self._packets if (found := self._stated(block)) is not None]
+        files = [file for file, _ in stated]
         digests = hash_many(
-            lambda file: data_digest(self.folder / file.name, file.data_begin), candidates
+            lambda file: data_digest(self.folder / file.name, file.data_begin), files
         )
-        for file, digest in zip(candidates, digests, strict=True):
+        kept = {}
+        for (file, sources), digest in zip(stated, digests, strict=True):
             if digest == file.data_sha256:
                 self._written[file.block] = file
-        return set(self._written)
+                kept[file.block] = sources
+        return kept
+
+    def discard(self, block: int | None) -> None:
+        """Forget a block that was kept, and delete its file."""
+        (self.folder / self._written.pop(block).name).unlink()
 
     @contextlib.contextmanager
     def block(self, block: int | None) -> Iterator[BlockWriter]:
-        """A writer for one block's parts; the file appears whole when the `with` block ends, or not at all."""
+        """A writer for one block's parts; the file appears whole soon after the `with` block ends, or not at all."""
         packet = self._packets[block]
         path = self.folder / file_name(block)
         temporary = temporary_beside(path)
-        placeholder = packet_header(packet, key=self._key, data_sha256="0" * 64)
+        sources = dict.fromkeys(packet.tensors(), _NO_DIGEST)
+        placeholder = self._header(packet, sources, _NO_DIGEST)
         try:
             with temporary.open("wb") as file:
                 file.write(placeholder)
-                writer = BlockWriter(file, packet)
+                writer = BlockWriter(file, packet, self._hasher)
                 yield writer
                 digest = writer.close()
-                header = packet_header(packet, key=self._key, data_sha256=digest)
+                header = self._header(packet, sources | writer.sources, digest)
                 assert len(header) == len(placeholder), "a digest has a fixed length"
                 file.seek(0)
                 file.write(header)
-            commit_file(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        self._written[block] = self._row(block, header, digest)
+        row = self._row(block, header, digest)
+        self._commits.append(self._committer.submit(self._commit, row, temporary))
 
-    def finish(self) -> Store:
-        """Write the manifest and give the store."""
+    def finish(self, key: str, provenance: dict[str, Any]) -> Store:
+        """Wait until every file is safe, write the manifest and give the store.
+
+        key, provenance: what it was made from, all of it.
+        """
+        self._settle()
         missing = [file_name(block) for block in self._packets if block not in self._written]
         assert not missing, f"finish before {missing} were written"
         files = tuple(self._written[block] for block in self._packets)
-        store = Store(self.folder, self._key, self._provenance, files)
+        store = Store(self.folder, key, provenance, files)
         write_manifest(store)
         return store
 
-    def _stated(self, block: int | None) -> StoreFile | None:
+    def _settle(self) -> None:
+        for commit in self._commits:
+            commit.result()
+        self._commits.clear()
+
+    def _commit(self, row: StoreFile, temporary: Path) -> None:
+        try:
+            commit_file(temporary, self.folder / row.name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._written[row.block] = row
+        if self._on_commit is not None:
+            self._on_commit(row.block)
+
+    def _header(self, packet: Packet, sources: Mapping[str, str], digest: str) -> bytes:
+        return packet_header(packet, maker=self._maker, sources=sources, data_sha256=digest)
+
+    def _stated(self, block: int | None) -> tuple[StoreFile, dict[str, str]] | None:
         """What an existing file says of itself, if it has exactly the header we would write."""
         path = self.folder / file_name(block)
         if not path.is_file():
             return None
+        packet = self._packets[block]
         try:
             found = read_header(path)
-        except SourceError:
+            stated = json.loads(found.metadata.get("sources", ""))
+            sources = {name: str(stated[name]) for name in packet.tensors()}
+        except (SourceError, ValueError, KeyError, TypeError):
             return None  # torn: it is written again
         digest = found.metadata.get("data_sha256", "")
-        header = packet_header(self._packets[block], key=self._key, data_sha256=digest)
+        header = self._header(packet, sources, digest)
         if hashlib.sha256(header).hexdigest() != found.digest:
             return None
-        return self._row(block, header, digest)
+        return self._row(block, header, digest), sources
 
     def _row(self, block: int | None, header: bytes, digest: str) -> StoreFile:
         header_digest = hashlib.sha256(header).hexdigest()
@@ -143,30 +182,41 @@ class StoreWriter:
 
 
 class BlockWriter:
-    """Appends a packet's entries in order, whole or by rows, and hashes what it writes."""
+    """Appends a packet's entries in order, whole or by rows, and hashes what it writes in a second thread.
 
-    def __init__(self, file: BinaryIO, packet: Packet) -> None:
+    sources: digests of the tensors that the packet is made of, to be filled in by the caller.
+    """
+
+    def __init__(self, file: BinaryIO, packet: Packet, hasher: ThreadPoolExecutor) -> None:
+        self.sources: dict[str, str] = {}
         self._file = file
         self._packet = packet
+        self._hasher = hasher
         self._digest = hashlib.sha256()
         self._position = 0
 
-    def append(self, entry: Entry, values: Tensor) -> None:
-        """Write an entry, or its next rows. values: any shape, the entry's dtype, on the CPU.
+    def append(self, entry: Entry, values: Tensor, staging: Tensor | None = None) -> None:
+        """Write an entry, or its next rows.
 
+        values: any shape, the entry's dtype. staging: uint8 on the host, through which values on a device are copied.
         Raises: ValueError for a wrong dtype, an entry out of order, or more values than it holds.
         """
         if dtype_code(values.dtype) != entry.dtype:
             raise ValueError(f"{entry.key} is {entry.dtype}, given {values.dtype}")
         if self._position < entry.offset:
             self._pad_to(entry.offset)
-        raw = _bytes_of(values)
-        if not entry.offset <= self._position <= entry.end - len(raw):
+        if not entry.offset <= self._position <= entry.end - values.nbytes:
             raise ValueError(
-                f"{entry.key} lies at {entry.offset}:{entry.end}; {len(raw)} bytes at {self._position} "
+                f"{entry.key} lies at {entry.offset}:{entry.end}; {values.nbytes} bytes at {self._position} "
                 "would leave it"
             )
-        self._write(raw)
+        raw_u8 = _bytes_of(values)
+        step = _CHUNK_BYTES if staging is None else min(_CHUNK_BYTES, staging.numel())
+        for begin in range(0, raw_u8.numel(), step):
+            chunk = raw_u8[begin : begin + step]
+            if staging is not None:
+                chunk = staging[: chunk.numel()].copy_(chunk)
+            self._write(chunk.numpy().data)
 
     def close(self) -> str:
         """Pad to the packet's end; returns the SHA-256 of its bytes.
@@ -186,16 +236,27 @@ class BlockWriter:
         ]
         if skipped:
             raise ValueError(f"not or not wholly written: {', '.join(skipped)}")
-        self._write(bytes(offset - self._position))
+        self._write(memoryview(bytes(offset - self._position)))
 
-    def _write(self, raw: bytes | memoryview) -> None:
+    def _write(self, raw: memoryview) -> None:
+        hashed = self._hasher.submit(self._digest.update, raw)
         self._file.write(raw)
-        self._digest.update(raw)
+        hashed.result()
         self._position += len(raw)
 
 
-def _bytes_of(values: Tensor) -> memoryview:
+def acquire(lock: FileLock, on_wait: Callable[[], None] | None) -> None:
+    """Take a lock, saying so before waiting for another process."""
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        if on_wait is not None:
+            on_wait()
+        lock.acquire()
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    """The same memory as flat uint8, where it lies."""
     import torch
 
-    flat = values.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return values.detach().contiguous().reshape(-1).view(torch.uint8)
