@@ -8,21 +8,28 @@ shape have the same bytes. Made on the device, where it takes a moment; never th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from outsize.base.files import json_digest
 from outsize.base.table import TensorSpec
 from outsize.data.batches import Batch
 from outsize.families.protocol import FAMILIES, BaseFamily, ImageCodec
+from outsize.placement.protocol import Read
 from outsize.weights.packet import Packet, plan_packet, view
+from outsize.weights.reading import StoreReader
+from outsize.weights.store import MANIFEST, STORE_VERSION, Store, open_store
+from outsize.weights.store_writer import StoreWriter
 
 if TYPE_CHECKING:
     from outsize.app.parts import Part
     from outsize.devices.protocol import Device
     from outsize.layers.model import FrozenModel
+    from outsize.plan.pools import Holding
     from outsize.recipes.recipe import Recipe
 
 _ENCODED_ROWS = 256  # of a matrix; the others repeat them
@@ -102,6 +109,39 @@ def fill_(model: FrozenModel, part: Part, device: Device) -> None:
     assert not left, f"no weights for {left[:5]}"
     part.family.materialise_buffers(model.module, device.torch_device)
     device.synchronize()
+
+
+def disk_reader(part: Part, holding: Holding | None, device: Device, cache: Path) -> Read | None:
+    """Reads the streamed bytes of blocks on disk, from a random store that is written once; None when none are there."""
+    blocks = [] if holding is None else [i for i, one in enumerate(holding.tiers) if one == "disk"]
+    return StoreReader(_random_store(part, blocks, device, cache)).read_streamed if blocks else None
+
+
+def _random_store(part: Part, blocks: Sequence[int], device: Device, cache: Path) -> Store:
+    """A store of these blocks alone, filled at random."""
+    packets = packets_of(part)
+    wanted: dict[int | None, Packet] = {block: packets[block] for block in blocks}
+    provenance = {
+        "random": SEED,
+        "packing": part.packing.describe(),
+        "packets": json_digest([[block, one.as_json()] for block, one in wanted.items()]),
+        "store_version": STORE_VERSION,
+    }
+    key = json_digest(provenance)
+    folder = cache / f"random-{part.family_name}-{part.variant}-{key[:16]}"
+    if (folder / MANIFEST).exists():
+        return open_store(folder)
+    weights = RandomWeights(part, device.torch_device)
+    with StoreWriter(folder, maker=key, packets=wanted) as writer:
+        kept = writer.keep_complete()
+        for block, packet in wanted.items():
+            if block in kept:
+                continue
+            filled = weights.packet(packet).cpu()
+            with writer.block(block) as file:
+                for entry in packet.entries:
+                    file.append(entry, view(entry, filled))
+        return writer.finish(key, provenance)
 
 
 class RandomBatches:

@@ -26,8 +26,8 @@ import torch
 
 from outsize.adapters.health import WATCHED_UPDATES
 from outsize.app._bench_meter import MeteredPlacement
-from outsize.app._bench_weights import RandomBatches, fill_, packets_of
-from outsize.app.models import build_model
+from outsize.app._bench_weights import RandomBatches, disk_reader, fill_, packets_of
+from outsize.app.models import Training, build_model, place
 from outsize.app.parts import BASE, parts_of
 from outsize.app.train import attach_adapter, loop_settings, make_loss, make_update
 from outsize.base.journal import Journal
@@ -68,6 +68,7 @@ class Steps:
     steps_s: tuple[float, ...]
     first_step_s: float
     load_s: float
+    kernel: str
     peak_bytes: int
     steady_peak_bytes: int
     reserved_bytes: int
@@ -125,20 +126,23 @@ def planned_peak_bytes(plan: Plan) -> int:
     return planned_bytes(plan, "train", "device" if plan.machine.has_gpu else "private") or 0
 
 
-def planned_step_s(plan: Plan) -> float | None:
-    """Seconds of a step, where the plan tells."""
-    step = getattr(plan, "step", None)
-    return None if step is None else float(step.seconds)
+def planned_step_s(plan: Plan) -> float:
+    """What the plan says of the seconds of a step, once the first is over."""
+    return plan.step.seconds
 
 
 class Bench:
     """Runs cases one after another, holding one model at most; use it as a context, or close it.
 
+    cache: folder for compiled code, and for random stores when blocks are to be read from disk.
     bus_bytes_per_s: of large copies from pinned memory to the device; 0 where there are none.
     """
 
-    def __init__(self, device: Device, timing: Timing, *, bus_bytes_per_s: float = 0.0) -> None:
-        self._device, self._timing, self._bus = device, timing, bus_bytes_per_s
+    def __init__(
+        self, device: Device, timing: Timing, cache: Path, *, bus_bytes_per_s: float = 0.0
+    ) -> None:
+        self._device, self._timing, self._cache = device, timing, cache
+        self._bus = bus_bytes_per_s
         self._held: _Loaded | None = None
 
     def __enter__(self) -> Self:
@@ -171,7 +175,7 @@ class Bench:
         with MemoryWatch() as watch:
             if self._held is None or not self._held.suits(recipe, plan):
                 self.close()
-                self._held = _load(recipe, plan, self._device)
+                self._held = _load(recipe, plan, self._device, self._cache)
             loaded = self._held
             self._device.release_cached()
             self._device.reset_peak()
@@ -189,6 +193,7 @@ class _Loaded:
     model: FrozenModel
     meter: MeteredPlacement
     update: Update
+    kernel: str
     load_s: float
 
     def suits(self, recipe: Recipe, plan: Plan) -> bool:
@@ -202,23 +207,34 @@ class _Loaded:
         )
 
 
-def _load(recipe: Recipe, plan: Plan, device: Device) -> _Loaded:
+def _load(recipe: Recipe, plan: Plan, device: Device, cache: Path) -> _Loaded:
     """The model as the plan holds it, with random weights and a fresh adapter."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # a case must not find what another one compiled
     started = time.perf_counter()
     part = parts_of(recipe)[BASE]
-    table = part.family.table(part.variant)
     packets = packets_of(part)
-    blocks = [packets[block] for block in range(table.num_blocks)]
-    model = build_model(part, blocks, plan=plan, device=device)
+    blocks = [packets[block] for block in range(len(packets) - 1)]
+    holding = plan.holding_of(BASE)
+    placed = place(blocks, holding, device, read=disk_reader(part, holding, device, cache))
+    model = build_model(
+        part,
+        blocks,
+        plan=plan,
+        device=device,
+        placement=placed,
+        training=Training(cache / "compiled"),
+    )
+    # asked for before anything is compiled, so that the answer is known then
+    kernel = part.packing.packed.kernel(device.torch_device)
     fill_(model, part, device)
     meter = MeteredPlacement(model.placement, device)
     model.placement = meter
     adapter, initial = attach_adapter(recipe, device, model)
     update = make_update(recipe, adapter, initial)
     device.synchronize()
-    return _Loaded(recipe, plan, model, meter, update, time.perf_counter() - started)
+    load_s = time.perf_counter() - started
+    return _Loaded(recipe, plan, model, meter, update, kernel, load_s)
 
 
 class _Enough(Exception):  # noqa: N818 - not an error
@@ -280,6 +296,7 @@ class _Run:
             steps_s=tuple(round(one, 5) for one in timed),
             first_step_s=self._seconds[0],
             load_s=self._loaded.load_s,
+            kernel=self._loaded.kernel,
             peak_bytes=self._peak_bytes,
             steady_peak_bytes=self._steady_bytes,
             reserved_bytes=self._device.peak_reserved_bytes(),

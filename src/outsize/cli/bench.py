@@ -172,13 +172,18 @@ def _measure_rates(device: Device, folder: Path, report: _Report) -> None:
 
 
 def _run(
-    recipes: list[Recipe], machine: MachineProfile, device: Device, timing: Timing, report: _Report
+    recipes: list[Recipe],
+    machine: MachineProfile,
+    device: Device,
+    timing: Timing,
+    report: _Report,
 ) -> None:
     from outsize.app._bench_rates import bus_rate
     from outsize.app.bench import Bench
     from outsize.app.planning import plan_for
 
-    with Bench(device, timing, bus_bytes_per_s=bus_rate(device)) as running:
+    cache = recipes[0].cache_folder()
+    with Bench(device, timing, cache, bus_bytes_per_s=bus_rate(device)) as running:
         for recipe in recipes:
             report.case(running.run(recipe, plan_for(recipe, machine)))
 

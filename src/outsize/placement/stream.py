@@ -56,7 +56,7 @@ class Stream:
         self._sweep: Sweep | None = None
         self._schedule = Schedule([], self._holds)
         self._done = self._issued = self._ordered = 0
-        self.num_copies = 0
+        self.num_copies = self.copied_bytes = 0
 
     # ------------------------------------------------------------ loading
 
@@ -127,6 +127,7 @@ class Stream:
             "staging_not_pinned": "" if ring is None else ring.why_not_pinned,
             "pinning_s": round(self._pinned.pinning_s, 3),
             "copies": self.num_copies,
+            "copied_bytes": self.copied_bytes,
             "waited_s": 0.0 if self._feeder is None else round(self._feeder.waited_s, 3),
         }
 
@@ -166,6 +167,7 @@ class Stream:
                     self._copy(use.block, use.slot)
                 self._holds[use.slot] = use.block
                 self.num_copies += 1
+                self.copied_bytes += self._sizes[use.block]
             self._issued += 1
         if self._feeder is not None:
             while self._ordered < self._done + period:
