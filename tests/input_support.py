@@ -32,10 +32,12 @@ class EarlyCopies:
         self.num_copies = [0] * (num_slots + 1)
         self._targets: dict[int, list[Tensor]] = {}
         self._inputs_are_made = False
+        self._read: set[int] = set()  # slots that work queued after their copies may read
 
     def open_(self, track: int) -> None:
         if track == self.num_slots:
             self._inputs_are_made = True
+        self._read.discard(track)
         if track < self.num_slots:
             for target in self._targets.pop(track, []):
                 target.fill_(POISON)
@@ -45,6 +47,7 @@ class EarlyCopies:
         if track == self.num_slots:
             assert self._inputs_are_made, "a copy that may read inputs before they are computed"
             self._inputs_are_made = False
+        assert track not in self._read, "a copy that may overwrite what a block still reads"
         self.num_copies[track] += 1
         self._targets[track] = [target for target, _ in pairs]
         for target, source in pairs:
@@ -54,7 +57,8 @@ class EarlyCopies:
         target.copy_(source)
 
     def wait(self, track: int) -> None:
-        """All is done."""
+        if track < self.num_slots:
+            self._read.add(track)
 
     def finish(self) -> None:
         """All is done."""
@@ -76,6 +80,7 @@ class LateCopies(EarlyCopies):
         self._queue.append((track, target, name, held, source.storage_offset()))
 
     def wait(self, track: int) -> None:
+        super().wait(track)
         while any(queued[0] == track for queued in self._queue):
             _, target, name, held, offset = self._queue.pop(0)
             storage = torch.UntypedStorage._new_with_weak_ptr(name.cdata)
