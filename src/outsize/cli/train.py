@@ -64,14 +64,12 @@ def print_comparison(site: Site) -> None:
     """The plan beside what was measured, stage by stage."""
     from outsize.app.stages import measured
     from outsize.cli._tables import print_table
+    from outsize.plan.compare import MeasuredRun, compare_run
     from outsize.plan.report import comparison_table
 
-    rows = site.plan.compare(measured(site.stages.finished, site.device))
+    rows = compare_run(site.plan, MeasuredRun(measured(site.stages.finished, site.device)))
     for row in rows:
-        site.journal.write(
-            "plan_compared", stage=row.stage, pool=row.pool, planned=row.planned_bytes,
-            measured=row.measured_bytes,
-        )  # fmt: skip
+        site.journal.write("plan_compared", **row.to_json())
     table = comparison_table(rows)
     print_table(table.title, table.heads, table.rows, words=(0, len(table.heads) - 1))
 

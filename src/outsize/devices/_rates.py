@@ -34,10 +34,10 @@ TABLE, GUESS = "table", "guess"
 COMPUTE_TYPE = "bf16"
 
 # Shares of a card's memory rate (datasheet): decoding 4-bit weights, whose bytes are read and written once, and work
-# element by element. From steps of Flux.2-dev on one H200, as plan/_speed.py says.
-DECODE_SHARE, ELEMENTWISE_SHARE = 0.55, 0.8
-# Flash attention against plain products of the same card, both in bf16: about 470 of 780 TFLOP/s, the same steps.
-ATTENTION_SHARE = 0.6
+# element by element. From steps of Flux.2-dev on one H200, as plan/speed.py says.
+DECODE_SHARE, ELEMENTWISE_SHARE = 0.45, 0.8
+# Flash attention against plain products of the same card, both in bf16: about 390 of 780 TFLOP/s, the same steps.
+ATTENTION_SHARE = 0.5
 
 # An ordinary desktop with an NVMe disk.
 _HOST = {

@@ -1,38 +1,41 @@
-"""The plan as it stands: every phase under the placement that suits the machine, fitting or not.
+"""Where the base's blocks lie while it trains: as many as fit on the device, then in host memory, the rest on disk.
 
-Blocks that have room stay on the device, the others stream; between all and none every number of kept blocks is possible,
-so there is nothing else to search. Looking for a remedy when nothing fits is refusal.py's work.
+Bytes decide, from the fastest tier to the most plentiful; there is nothing else to search. Block inputs wait in host memory
+only where the card is too small for them. Looking for a remedy when nothing fits is refusal.py's work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from outsize.base.tiers import Tier
 from outsize.base.units import format_bytes
 from outsize.devices._profile import MachineProfile
-from outsize.devices._rates import Rates
-from outsize.placement._spread import as_tiers, choose_resident
-from outsize.plan import estimate
-from outsize.plan.compute import Compute, arithmetic_fault, choose_arithmetic, may_compile
-from outsize.plan.estimate import Holding, Phase
-from outsize.plan.names import AUTO, base_family
-from outsize.plan.plan import Budget, Choice, Plan
+from outsize.placement._spread import as_tiers, choose_tiers
+from outsize.placement._staging import staging_bytes
+from outsize.plan import conditions, estimate
+from outsize.plan.compute import Compute
+from outsize.plan.names import AUTO
+from outsize.plan.plan import Budget
+from outsize.plan.pools import BASELINE_BYTES, CONTEXT_BYTES, Holding, Phase, Pool, resident
 from outsize.plan.sizes import ModelSizes
-from outsize.plan.work import Work, work_of
-from outsize.recipes.recipe import PlacementChoice, Recipe
+from outsize.plan.work import Work
+from outsize.recipes.recipe import PlacementChoice
 
 RESIDENT, STREAM = "resident", "stream"  # the two ends between which every placement lies
-# When blocks are kept on the device because there is room, this share of it stays free: estimates may be off by a tenth,
-# but of the part that varies, not of the packed blocks.
+# When blocks are kept on the device, or in host memory, because there is room, this share of it stays free: estimates may
+# be off by a tenth, but of the part that varies, not of the packed blocks.
 SPARE_SHARE = 0.05
-# A PCIe 4.0 x16 link measured from pinned memory; PCIe 3.0 gives half, 5.0 twice as much.
-BUS_BYTES_PER_S = 24e9
 # Windows and WSL refuse to pin more than about half of the RAM.
 PINNABLE_SHARE_ON_WINDOWS = 0.5
+_BASE_PHASES = ("train step", "train update", "sample")
+# An encoder's activations are those of one caption: an eighth of the card is ample.
+_ENCODER_SHARE = 7 / 8
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     """All phases under one placement of the base."""
 
     holding: Holding
@@ -40,212 +43,223 @@ class _Outcome:
 
     @property
     def device_bytes(self) -> int:
+        """The largest phase's, on the device."""
         return max(phase.device_bytes for phase in self.phases)
 
     @property
     def host_bytes(self) -> int:
+        """The largest phase's, in RAM."""
         return max(phase.host_bytes for phase in self.phases)
 
+    @property
+    def pinned_bytes(self) -> int:
+        """The most that is pinned at a time."""
+        return max(phase.total("pinned") for phase in self.phases)
+
+    @property
+    def step(self) -> Phase:
+        """The training step."""
+        return next(phase for phase in self.phases if phase.name == _BASE_PHASES[0])
+
     def fits(self, budget: Budget) -> bool:
+        """Whether every phase stays within the budget."""
         is_host_enough = self.host_bytes <= budget.host_bytes
-        return is_host_enough and self.device_bytes <= (budget.device_bytes or 0)
+        is_pinnable = self.pinned_bytes <= budget.pinned_bytes
+        return is_host_enough and is_pinnable and self.device_bytes <= (budget.device_bytes or 0)
+
+    def of_base(self, pool: Pool) -> int:
+        """Bytes of a pool in the largest of the phases in which the base runs."""
+        return max(phase.total(pool) for phase in self.phases if phase.name in _BASE_PHASES)
 
 
-def draft_plan(
-    recipe: Recipe,
-    machine: MachineProfile,
-    rates: Rates,
-    *,
-    num_pictures: int | None = None,
-    has_triton: bool = True,
-) -> Plan:
-    """The plan as it stands; a refusal says only that it does not fit."""
-    compute = _compute(recipe, machine, rates, has_triton=has_triton)
-    fault = arithmetic_fault(compute.arithmetic, machine, rates)
-    work = work_of(recipe, has_gpu=machine.has_gpu, num_pictures=num_pictures)
-    budget = budget_of(machine)
-    outcome, other, why = _choose(recipe, work, budget)
-    outcome = _with_activations(recipe.placement, work, outcome, budget)
-    runner_up = None if other is None else _choice(other, _why_not(other, budget))
-    return Plan(
-        name=recipe.name,
-        digest=recipe.digest(),
-        base=f"{recipe.base.family}.{recipe.base.variant}",
-        machine=machine,
-        budget=budget,
-        compute=compute,
-        chosen=_choice(outcome, why),
-        runner_up=runner_up,
-        phases=outcome.phases,
-        disk=tuple(estimate.disk_items(work)),
-        notes=tuple(_notes(work, outcome, machine)),
-        refusal=None if fault is None and outcome.fits(budget) else "does not fit",
-        compute_fault=fault,
-    )
+@dataclass(frozen=True)
+class Decision:
+    """The placement, the one that would be next, and why."""
 
-
-def _compute(recipe: Recipe, machine: MachineProfile, rates: Rates, *, has_triton: bool) -> Compute:
-    family = base_family(recipe.base.family)
-    proven = getattr(family, "proven_arithmetic", ())
-    arithmetic, why = choose_arithmetic(recipe, machine, rates, proven)
-    compiles, why_not = may_compile(machine, has_triton=has_triton, asked=recipe.train.compile)
-    if not compiles:
-        why = f"{why}; {why_not}"
-    return Compute(arithmetic, compiles, recipe.train.exact, why)
+    outcome: Outcome
+    runner_up: Outcome | None
+    why: str
 
 
 def budget_of(machine: MachineProfile) -> Budget:
     """What may be used: what is free."""
     device = machine.vram_free_bytes if machine.has_gpu else None
-    return Budget(device, machine.ram_available_bytes)
+    host = machine.ram_available_bytes
+    is_windows = machine.os == "Windows"
+    pinnable = int(machine.ram_bytes * PINNABLE_SHARE_ON_WINDOWS) if is_windows else host
+    return Budget(device, host, min(pinnable, host))
 
 
-def _choose(recipe: Recipe, work: Work, budget: Budget) -> tuple[_Outcome, _Outcome | None, str]:
-    """The placement, the runner-up, and the reason."""
-    asked = recipe.placement
-    everything = _outcome(work, estimate.resident(work.base, RESIDENT, asked.slots), budget)
+def decide(asked: PlacementChoice, work: Work, budget: Budget, compute: Compute) -> Decision:
+    """The placement that suits the machine, fitting or not."""
+    drafts = _Drafts(asked, work, budget, compute)
+    everything = drafts.resident()
     if asked.kind == RESIDENT:
-        return everything, None, "asked for by the recipe"
-    streamed = _streamed(asked, work, budget)
-    if asked.kind != AUTO:
-        return streamed, everything, "asked for by the recipe"
-    if not work.has_gpu:
-        return everything, None, "without a GPU there is nowhere to stream from"
-    if everything.fits(budget):
+        return Decision(drafts.with_activations(everything), None, "asked for by the recipe")
+    if asked.kind == AUTO and everything.fits(budget):
+        kept = drafts.with_activations(everything)
+        count = len(work.base.blocks)
+        if not work.has_gpu:
+            return Decision(kept, None, "without a GPU there is nowhere to stream from")
         free = format_bytes(budget.device_bytes or 0)
-        nothing_kept = _keeping(work, asked, budget, room=0)
-        return everything, nothing_kept, f"all {len(work.base.blocks)} blocks fit into {free}"
-    holding = streamed.holding
-    why = f"all {holding.num_blocks} blocks do not fit; {len(holding.resident)} stay, {holding.num_streamed} stream"
-    return streamed, everything, why
+        return Decision(kept, drafts.streamed(keeps=False), f"all {count} blocks fit into {free}")
+    streamed = drafts.streamed()
+    spared = drafts.without_disk(streamed)
+    other = everything if spared is None else spared
+    why = _why_streamed(streamed.holding) if asked.kind == AUTO else "asked for by the recipe"
+    return Decision(streamed, other, why)
 
 
-def _with_activations(
-    asked: PlacementChoice, work: Work, outcome: _Outcome, budget: Budget
-) -> _Outcome:
-    """The same placement, keeping activations where that is asked for, or (null) on a CPU with room to spare.
+@dataclass(frozen=True)
+class _Drafts:
+    """Placements of one recipe on one machine."""
 
-    On a card recomputing is the default: exactness there was verified with it.
-    """
-    may_keep = outcome.holding.kind == RESIDENT and asked.recompute is not True
-    if not may_keep or (asked.recompute is None and work.has_gpu):
-        return outcome
-    kept = _outcome(work, replace(outcome.holding, keeps_activations=True), budget)
-    is_wanted = asked.recompute is False or kept.host_bytes <= budget.host_bytes // 2
-    return kept if is_wanted else outcome
+    asked: PlacementChoice
+    work: Work
+    budget: Budget
+    compute: Compute
+
+    def resident(self) -> Outcome:
+        """Every block on the device; block inputs in host memory if that was asked for, or all blocks and it fits only so."""
+        holding = resident(self.work.base, RESIDENT, self.asked.slots)
+        is_free = self.asked.kind != RESIDENT  # to stream instead
+        return self._with_inputs(holding, lambda outcome: is_free or outcome.fits(self.budget))
+
+    def streamed(self, *, keeps: bool = True) -> Outcome:
+        """Blocks in every tier that has room; keeps: on the device as well, where the recipe does not say."""
+        kind = STREAM if self.asked.kind == AUTO else self.asked.kind
+        num_blocks = len(self.work.base.blocks)
+        on_disk = as_tiers(num_blocks, (), "disk")
+        limit = self.budget.device_bytes
+        bare = self._with_inputs(
+            Holding(kind, self.asked.slots, on_disk),
+            lambda outcome: limit is None or outcome.device_bytes <= limit,
+        )
+        tiers = self._tiers(bare, keeps=keeps)
+        return self.outcome(replace(bare.holding, tiers=tiers))
+
+    def without_disk(self, outcome: Outcome) -> Outcome | None:
+        """The same placement as it would be with more RAM; None where nothing is read from disk."""
+        tiers = outcome.holding.tiers
+        if "disk" not in tiers:
+            return None
+        better: Tier = "pinned" if self.work.has_gpu else "device"
+        held = tuple(better if tier == "disk" else tier for tier in tiers)
+        return self.outcome(replace(outcome.holding, tiers=held))
+
+    def with_activations(self, outcome: Outcome) -> Outcome:
+        """The same placement, keeping activations where that is asked for, or (null) on a CPU with room to spare.
+
+        On a card recomputing is the default: exactness there was verified with it.
+        """
+        if outcome.holding.kind != RESIDENT or self.asked.recompute is True:
+            return outcome
+        kept = self.outcome(replace(outcome.holding, keeps_activations=True))
+        if self.asked.recompute is False:
+            return kept
+        has_room = (
+            not self.work.has_gpu
+            and kept.fits(self.budget)
+            and 2 * kept.host_bytes <= self.budget.host_bytes
+        )
+        return kept if has_room else outcome
+
+    def outcome(self, holding: Holding) -> Outcome:
+        """All phases of a run in the order in which they happen."""
+        work = self.work
+        phases = [conditions.preparing(work, part.slot) for part in work.conditioners]
+        phases.append(conditions.preparing(work, "base"))
+        for part in work.conditioners:
+            if part.kind == "text":
+                held = _encoder_holding(work, part.sizes, self.budget)
+                phases.append(conditions.caching_text(work, part, held))
+            else:
+                phases.append(conditions.encoding_pictures(work, part))
+        phases += [
+            estimate.training_step(work, holding, self.compute),
+            estimate.training_update(work, holding),
+            estimate.sampling(work, holding, self.compute),
+        ]
+        codec = next(part for part in work.conditioners if part.kind == "image")
+        return Outcome(holding, (*phases, conditions.decoding_pictures(work, codec)))
+
+    def _with_inputs(self, holding: Holding, fits: Callable[[Outcome], bool]) -> Outcome:
+        """Block inputs where the recipe says, or (null) in host memory if it does not fit otherwise."""
+        said = self.asked.offload_inputs
+        plain = self.outcome(replace(holding, offloads_inputs=bool(said)))
+        if said is not None or not self.work.has_gpu or fits(plain):
+            return plain
+        away = self.outcome(replace(holding, offloads_inputs=True))
+        return away if away.device_bytes < plain.device_bytes else plain
+
+    def _tiers(self, bare: Outcome, *, keeps: bool) -> tuple[Tier, ...]:
+        """A tier for each block. bare: with all of them on disk."""
+        asked, budget = self.asked, self.budget
+        sizes = [block.streamed_bytes for block in self.work.base.blocks]
+        staging = staging_bytes(sizes, bare.holding.tiers)
+        pinned = bare.of_base("pinned") - staging
+        host = max(0, int(budget.host_bytes * (1 - SPARE_SHARE)) - bare.of_base("private") - pinned)
+        pinnable = max(0, min(host, budget.pinned_bytes - pinned))
+        device = asked.resident_bytes or 0
+        if asked.resident_bytes is None and asked.kind == AUTO and keeps:
+            if not self.work.has_gpu:  # the device's memory is the host's
+                return choose_tiers(sizes, max(0, host - staging), 0, 0)
+            usable = int((budget.device_bytes or 0) * (1 - SPARE_SHARE))
+            device = max(0, usable - bare.of_base("device"))
+        return _in_host(asked, sizes, device, room=_HostRoom(host, pinnable, staging))
 
 
-def _streamed(asked: PlacementChoice, work: Work, budget: Budget) -> _Outcome:
-    """Streaming, with as many blocks kept as the recipe says, or (auto) as there is room for."""
-    if asked.resident_bytes is not None:
-        return _keeping(work, asked, budget, room=asked.resident_bytes)
-    nothing_kept = _keeping(work, asked, budget, room=0)
-    if asked.kind != AUTO or budget.device_bytes is None:
-        return nothing_kept
-    usable = int(budget.device_bytes * (1 - SPARE_SHARE))
-    of_base = max(phase.device_bytes for phase in nothing_kept.phases if phase.name in _BASE_PHASES)
-    return _keeping(work, asked, budget, room=max(0, usable - of_base))
+@dataclass(frozen=True)
+class _HostRoom:
+    """Host memory that is left for blocks: in all, and pinned; staging: of it, once a block is not pinned."""
+
+    num_bytes: int
+    pinnable: int
+    staging: int
 
 
-def _keeping(work: Work, asked: PlacementChoice, budget: Budget, *, room: int) -> _Outcome:
-    """As many blocks kept as fit into `room` bytes, the others streamed."""
-    kind = STREAM if asked.kind == AUTO else asked.kind
-    sizes = [block.streamed_bytes for block in work.base.blocks]
-    tiers = as_tiers(len(sizes), choose_resident(sizes, room))
-    return _outcome(work, Holding(kind, asked.slots, tiers), budget)
-
-
-_BASE_PHASES = ("train step", "train update", "sample")
-
-
-def _outcome(work: Work, holding: Holding, budget: Budget) -> _Outcome:
-    """All phases of a run in the order in which they happen."""
-    phases = [estimate.preparing(work, part.slot) for part in work.conditioners]
-    phases.append(estimate.preparing(work, "base"))
-    for part in work.conditioners:
-        if part.kind == "text":
-            phases.append(
-                estimate.caching_text(work, part, _encoder_holding(work, part.sizes, budget))
-            )
-        else:
-            phases.append(
-                estimate.running_codec(
-                    work,
-                    part,
-                    name="cache latents",
-                    pixels=work.pixels,
-                    planes=estimate.ENCODE_PLANES,
-                )
-            )
-    phases += [estimate.training_step(work, holding), estimate.training_update(work, holding)]
-    phases.append(estimate.sampling(work, holding))
-    codec = next(part for part in work.conditioners if part.kind == "image")
-    decoding = estimate.running_codec(
-        work,
-        codec,
-        name="decode pictures",
-        pixels=work.sample_pixels,
-        planes=estimate.DECODE_PLANES,
-    )
-    return _Outcome(holding, (*phases, decoding))
+def _in_host(
+    asked: PlacementChoice, sizes: list[int], device: int, room: _HostRoom
+) -> tuple[Tier, ...]:
+    """Tiers for what does not stay on the device: all of it pinned if possible, else with room for staging."""
+    most = sum(sizes)
+    pinned_limit = most if asked.pinned_bytes is None else asked.pinned_bytes
+    pageable_limit = most if asked.pageable_bytes is None else asked.pageable_bytes
+    all_pinned = choose_tiers(sizes, device, min(pinned_limit, room.pinnable), 0)
+    if "disk" not in all_pinned:
+        return all_pinned
+    pinned = min(pinned_limit, max(0, room.pinnable - room.staging))
+    pageable = min(pageable_limit, max(0, room.num_bytes - room.staging - pinned))
+    return choose_tiers(sizes, device, pinned, pageable)
 
 
 def _encoder_holding(work: Work, sizes: ModelSizes, budget: Budget) -> Holding:
     """Resident where the encoder fits with a margin, for its blocks are read once for every caption; else streamed."""
     slots = 3
-    kept = estimate.resident(sizes, RESIDENT, slots)
-    if budget.device_bytes is None:
+    kept = resident(sizes, RESIDENT, slots)
+    need = sizes.packed_bytes + sizes.small_elements * work.compute_bytes
+    host_need = BASELINE_BYTES[work.has_gpu] + sizes.largest_packet_bytes
+    if not work.has_gpu and need + host_need <= budget.host_bytes * _ENCODER_SHARE:
         return kept
-    need = sizes.packed_bytes + sizes.small_elements * work.compute_bytes + estimate.CONTEXT_BYTES
-    # an encoder's activations are those of one caption: an eighth of the card is ample
-    if need <= budget.device_bytes * 7 // 8:
+    if work.has_gpu and need + CONTEXT_BYTES <= (budget.device_bytes or 0) * _ENCODER_SHARE:
         return kept
-    return Holding(STREAM, slots, as_tiers(len(sizes.blocks), ()))
+    blocks = [block.streamed_bytes for block in sizes.blocks]
+    host = max(0, int(budget.host_bytes * (1 - SPARE_SHARE)) - host_need)
+    if not work.has_gpu:
+        host = max(0, host - sizes.small_elements * work.compute_bytes)
+    staging = staging_bytes(blocks, ["disk"] * len(blocks))
+    room = _HostRoom(host, min(host, budget.pinned_bytes), staging)
+    return Holding(STREAM, slots, _in_host(PlacementChoice(), blocks, 0, room))
 
 
-def _choice(outcome: _Outcome, why: str) -> Choice:
-    return Choice(outcome.holding, outcome.device_bytes, outcome.host_bytes, why)
-
-
-def _why_not(outcome: _Outcome, budget: Budget) -> str:
-    if outcome.fits(budget):
-        return "fits as well, and is slower" if outcome.holding.num_streamed else "fits as well"
-    return "does not fit"
-
-
-def _notes(work: Work, outcome: _Outcome, machine: MachineProfile) -> list[str]:
-    """What a person should know that no total says."""
-    notes = []
-    if not work.has_gpu and not machine.is_stated:
-        notes.append(
-            "no GPU was found by nvidia-smi, rocm-smi or amd-smi: counted as training on the CPU in fp32; "
-            "state a card with --vram"
-        )
-    pinned = max(phase.total("pinned") for phase in outcome.phases)
-    if outcome.holding.num_streamed and work.has_gpu:
-        streamed = sum(
-            block.streamed_bytes
-            for i, block in enumerate(work.base.blocks)
-            if i not in outcome.holding.resident
-        )
-        per_step = 2 * streamed * work.accumulate
-        notes.append(
-            f"{format_bytes(per_step)} cross the bus per step, {per_step / BUS_BYTES_PER_S:.1f} s at "
-            "24 GB/s (PCIe 4.0 x16), hidden where arithmetic takes longer"
-        )
-    if machine.os == "Windows" and pinned > machine.ram_bytes * PINNABLE_SHARE_ON_WINDOWS:
-        notes.append(
-            f"{format_bytes(pinned)} are to be pinned; Windows often refuses more than half of the RAM "
-            f"({format_bytes(machine.ram_bytes // 2)})"
-        )
-    disk = sum(item.num_bytes for item in estimate.disk_items(work))
-    if machine.disk_free_bytes is not None and disk > machine.disk_free_bytes:
-        notes.append(
-            f"stores and caches take {format_bytes(disk)}, {format_bytes(machine.disk_free_bytes)} are "
-            "free; what is prepared already counts as taken"
-        )
-    if work.num_pictures is None:
-        notes.append(
-            "the folders of pictures are not there yet: the cache is counted for one picture"
-        )
-    return notes
+def _why_streamed(holding: Holding) -> str:
+    """What went where."""
+    counts = {
+        "stay": holding.blocks_in("device"),
+        "stream from pinned memory": holding.blocks_in("pinned"),
+        "from ordinary memory": holding.blocks_in("pageable"),
+        "from disk": holding.blocks_in("disk"),
+    }
+    told = ", ".join(f"{len(blocks)} {how}" for how, blocks in counts.items() if blocks)
+    inputs = "; block inputs wait in host memory" if holding.offloads_inputs else ""
+    return f"all {holding.num_blocks} blocks do not fit; {told}{inputs}"

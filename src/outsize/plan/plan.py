@@ -5,64 +5,58 @@ A value, complete in itself: it is written to the run folder as JSON, read back,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from outsize.base.errors import DoesNotFit
+from outsize.base.tiers import TIERS
 from outsize.devices._profile import MachineProfile
+from outsize.devices._rates import Rates
 from outsize.plan.compute import Compute
-from outsize.plan.estimate import Holding, Item, Phase
+from outsize.plan.pools import Holding, Item, Phase
+from outsize.plan.seconds import Part
+from outsize.plan.speed import StepTime
 
-VERSION = 1
-# An estimate further off than this is a defect of the estimate, not of the machine.
-TOLERANCE = 0.10
-_CONTEXT = "context"  # memory of the driver, which no allocator reports
-# Stages of a run that are no phase by name: the phases whose largest they reach.
-_PHASES_OF_STAGE = {
-    "train": ("train step", "train update"),
-    "sample base": ("sample",),
-    "sample adapter": ("sample",),
-}
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes that may be used. device_bytes is None where there is no GPU."""
+    """Bytes that may be used. device_bytes is None where there is no GPU; pinned_bytes: of the host's."""
 
     device_bytes: int | None
     host_bytes: int
+    pinned_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A placement of the base, what the whole run peaks at with it, and why it was taken or left."""
+    """A placement of the base, what the whole run peaks at and a step takes with it, and why it was taken or left."""
 
     holding: Holding
     device_bytes: int
     host_bytes: int
+    step: StepTime
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """One estimate beside its measurement. off: relative error, positive when more was used than planned."""
+class Times:
+    """Seconds of a run beside those of a step.
 
-    stage: str
-    pool: str
-    planned_bytes: int
-    measured_bytes: int
+    boot: to the end of the first step, with warm caches. compile_s: what the first start takes more, or any start with
+    other shapes. prepare: of stores that are not there yet.
+    """
 
-    @property
-    def off(self) -> float:
-        if self.measured_bytes == self.planned_bytes:
-            return 0.0
-        return self.measured_bytes / max(self.planned_bytes, 1) - 1
+    num_steps: int
+    boot: tuple[Part, ...]
+    compile_s: float
+    prepare: tuple[Part, ...]
 
     @property
-    def is_within_tolerance(self) -> bool:
-        """Whether the plan kept its promise."""
-        return abs(self.off) <= TOLERANCE
+    def boot_s(self) -> float:
+        """All parts of a start."""
+        return sum(part.seconds for part in self.boot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +77,8 @@ class Plan:
     runner_up: Choice | None
     phases: tuple[Phase, ...]
     disk: tuple[Item, ...]
+    times: Times
+    rates: Rates
     notes: tuple[str, ...] = ()
     refusal: str | None = None
     compute_fault: str | None = None
@@ -97,6 +93,17 @@ class Plan:
         """The phase that takes most of the memory that computes."""
         return max(self.phases, key=lambda phase: (phase.device_bytes, phase.host_bytes))
 
+    @property
+    def step(self) -> StepTime:
+        """Seconds of a training step under the chosen placement."""
+        return self.chosen.step
+
+    @property
+    def training_s(self) -> float:
+        """From process start to the last step, stores and caches there, nothing compiled before."""
+        later = (self.times.num_steps - 1) * self.step.seconds
+        return self.times.boot_s + self.times.compile_s + later
+
     def holding_of(self, slot: str) -> Holding | None:
         """How the blocks of one model are to be held: slot "base" or that of a text encoder; None for codecs."""
         name = "train step" if slot == "base" else f"cache {slot}"
@@ -110,23 +117,6 @@ class Plan:
         if self.refusal is not None:
             raise DoesNotFit(self.refusal)
 
-    def compare(self, measured: Mapping[str, Mapping[str, int]]) -> tuple[Comparison, ...]:
-        """Estimates beside measurements, {stage: {"device", "private" or "host": bytes}}, in the measurements' order.
-
-        "device" is the allocator's peak, so the driver's context is left out of the estimate; "private" leaves out
-        pinned memory, which the driver owns, and "host" is both. Stages that the plan does
-        not estimate (loading, say) are left out.
-        """
-        rows = []
-        for stage, pools in measured.items():
-            names = _PHASES_OF_STAGE.get(stage, (stage,))
-            phases = [phase for phase in self.phases if phase.name in names]
-            for pool, value in pools.items():
-                if phases:
-                    planned = max(_comparable(phase, pool) for phase in phases)
-                    rows.append(Comparison(stage, pool, planned, value))
-        return tuple(rows)
-
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values, keys in the order in which a reader wants them."""
         return {
@@ -138,6 +128,16 @@ class Plan:
             "budget": asdict(self.budget),
             "compute": {**self.compute.describe(), "why": self.compute.why},
             "placement": _choice_json(self.chosen),
+            "seconds": {
+                "step": self.step.to_json(),
+                "num_steps": self.times.num_steps,
+                "training": self.training_s,
+                "boot": self.times.boot_s,
+                "boot_parts": [asdict(part) for part in self.times.boot],
+                "compile": self.times.compile_s,
+                "prepare": [asdict(part) for part in self.times.prepare],
+            },
+            "rates": self.rates.to_json(),
             "runner_up": None if self.runner_up is None else _choice_json(self.runner_up),
             "peak": {
                 "phase": self.peak.name,
@@ -150,21 +150,13 @@ class Plan:
         }
 
 
-def _comparable(phase: Phase, pool: str) -> int:
-    """What an estimate says of the memory that is measured."""
-    if pool == "host":
-        return phase.host_bytes
-    if pool == "private":
-        return phase.total("private")
-    assert pool == "device", pool
-    return phase.device_bytes - sum(one.num_bytes for one in phase.items if one.owner == _CONTEXT)
-
-
 def _choice_json(choice: Choice) -> dict[str, Any]:
     return {
         **_holding_json(choice.holding),
         "device_bytes": choice.device_bytes,
         "host_bytes": choice.host_bytes,
+        "step_s": choice.step.seconds,
+        "bound": choice.step.bound,
         "why": choice.why,
     }
 
@@ -175,7 +167,9 @@ def _holding_json(holding: Holding) -> dict[str, Any]:
         "slots": holding.slots,
         "num_blocks": holding.num_blocks,
         "kept_blocks": sorted(holding.resident),
+        "tiers": {tier: len(holding.blocks_in(tier)) for tier in TIERS},
         "keeps_activations": holding.keeps_activations,
+        "offloads_inputs": holding.offloads_inputs,
     }
 
 
@@ -185,6 +179,7 @@ def _phase_json(phase: Phase) -> dict[str, Any]:
         "device_bytes": phase.device_bytes,
         "pinned_bytes": phase.total("pinned"),
         "private_bytes": phase.total("private"),
+        "cached_bytes": phase.total("cached"),
         "holding": None if phase.holding is None else _holding_json(phase.holding),
         "items": [asdict(item) for item in phase.items],
     }

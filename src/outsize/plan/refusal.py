@@ -14,9 +14,9 @@ from typing import Any
 
 from outsize.base.units import format_bytes
 from outsize.plan.compute import ANY
-from outsize.plan.estimate import Phase
 from outsize.plan.names import AUTO, components_of
 from outsize.plan.plan import Plan
+from outsize.plan.pools import Phase
 from outsize.recipes.recipe import Recipe
 
 _SMALL_STATE = "adamw8bit"
@@ -26,11 +26,21 @@ _GROUPS = {
         "blocks kept",
         "ring",
         "streamed blocks",
+        "blocks in ordinary memory",
+        "staging",
         "outside the blocks",
         "decode scratch",
         "codec",
     ),
-    "activations": ("block inputs", "working set", "activations", "batch"),
+    "activations": (
+        "block inputs",
+        "slots of block inputs",
+        "waiting block inputs",
+        "working set",
+        "operands",
+        "activations",
+        "batch",
+    ),
     "adapter and optimizer": (
         "adapter",
         "optimizer state",
@@ -86,6 +96,10 @@ def _shortages(plan: Plan, recipe: Recipe) -> Iterator[str]:
         need, free = format_bytes(fullest.host_bytes), format_bytes(budget.host_bytes)
         made_of = _made_of(fullest, "host", recipe)
         yield f"{fullest.name} needs {need} of RAM, {free} are free for it. {made_of}"
+    pinned = max(phase.total("pinned") for phase in plan.phases)
+    if pinned > budget.pinned_bytes:
+        need, free = format_bytes(pinned), format_bytes(budget.pinned_bytes)
+        yield f"{need} of RAM are to be pinned, {machine.os} lets {free} be."
 
 
 def _made_of(phase: Phase, pool: str, recipe: Recipe) -> str:
@@ -134,17 +148,39 @@ def _remedy(plan: Plan, recipe: Recipe, draft: Draft) -> str:
 
 def _levers(plan: Plan, recipe: Recipe) -> Iterator[list[Change]]:
     """Changes in the order of what they cost, each from the mildest to the strongest."""
-    placement, train = recipe.placement, recipe.train
     if plan.compute_fault is not None:
         yield [Change((("train.arithmetic", ANY),))]
+    yield from _placement_levers(recipe)
+    if recipe.train.compile is True:
+        yield [Change((("train.compile", None),))]
+    yield from _rounding_levers(recipe)
+    # a recipe that says where to compare says so on purpose; otherwise comparing follows the training resolution
+    yield [Change((("data.resolution", side),)) for side in _SIDES if side < recipe.data.resolution]
+    rank = recipe.adapter.rank
+    yield [Change((("adapter.rank", small),)) for small in (rank // 2, rank // 4) if small >= 4]
+
+
+def _placement_levers(recipe: Recipe) -> Iterator[list[Change]]:
+    """What changes no number: limits that a recipe sets, each given back to the planner."""
+    placement = recipe.placement
     if placement.resident_bytes is not None:
         yield [Change((("placement.kind", AUTO), ("placement.resident_bytes", None)))]
     elif placement.kind != AUTO:
         yield [Change((("placement.kind", AUTO),))]
+    caps = ("pinned_bytes", "pageable_bytes")
+    if any(getattr(placement, cap) is not None for cap in caps):
+        yield [Change(tuple((f"placement.{cap}", None) for cap in caps))]
+    if placement.offload_inputs is not None:
+        yield [Change((("placement.offload_inputs", None),))]
     if placement.recompute is False:
         yield [Change((("placement.recompute", None),))]
     if placement.slots > 2:
         yield [Change((("placement.slots", 2),))]
+
+
+def _rounding_levers(recipe: Recipe) -> Iterator[list[Change]]:
+    """What changes rounding: splitting a batch, other formats for encoders, 8-bit state."""
+    train = recipe.train
     if train.batch > 1:
         passes = train.accumulate * train.batch
         yield [Change((("train.batch", 1), ("train.accumulate", passes)))]
@@ -155,10 +191,6 @@ def _levers(plan: Plan, recipe: Recipe) -> Iterator[list[Change]]:
             yield [Change(((path, recipe.base.format.model_dump()),))]
     if train.optimizer != _SMALL_STATE:
         yield [Change((("train.optimizer", _SMALL_STATE),))]
-    # a recipe that says where to compare says so on purpose; otherwise comparing follows the training resolution
-    yield [Change((("data.resolution", side),)) for side in _SIDES if side < recipe.data.resolution]
-    rank = recipe.adapter.rank
-    yield [Change((("adapter.rank", small),)) for small in (rank // 2, rank // 4) if small >= 4]
 
 
 def _peak(plan: Plan) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from outsize.base.units import format_bytes
-from outsize.plan.estimate import Holding
-from outsize.plan.plan import Choice, Comparison, Plan
+from outsize.base.tiers import TIERS
+from outsize.base.units import format_bytes, format_seconds
+from outsize.plan.compare import Comparison
+from outsize.plan.plan import Choice, Plan
+from outsize.plan.pools import Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ def headline(plan: Plan) -> str:
 
 
 def tables(plan: Plan) -> tuple[Table, ...]:
-    """Phases, owners of the training step, and the disk."""
-    return phase_table(plan), owner_table(plan), disk_table(plan)
+    """Phases, owners of the training step, the disk, and seconds."""
+    return phase_table(plan), owner_table(plan), disk_table(plan), time_table(plan)
 
 
 def phase_table(plan: Plan) -> Table:
@@ -45,11 +47,13 @@ def phase_table(plan: Plan) -> Table:
             _size(phase.device_bytes),
             _size(phase.total("pinned")),
             _size(phase.total("private")),
+            _size(phase.total("cached")),
+            _size(phase.total("disk")),
             "" if phase.holding is None else _holding(phase.holding),
         )
         for phase in plan.phases
     ]
-    heads = ("phase", "device", "pinned RAM", "other RAM", "blocks")
+    heads = ("phase", "device", "pinned", "private", "page cache", "from disk", "blocks")
     return Table("by phase (one at a time)", heads, tuple(rows))
 
 
@@ -70,8 +74,59 @@ def disk_table(plan: Plan) -> Table:
     return Table("on disk", ("what", "bytes", "why"), rows)
 
 
+def time_table(plan: Plan) -> Table:
+    """A start by parts, what only a first start pays, one step, and all of training."""
+    times, step = plan.times, plan.step
+    rows = [(f"start: {part.name}", part.seconds, part.why) for part in times.boot]
+    rows.append(("start, in all", times.boot_s, "to the end of the first step, with warm caches"))
+    if times.compile_s:
+        rows.append(("first start: compiling", times.compile_s, "kept for later starts"))
+    rows += [(part.name, part.seconds, f"{part.why}; once") for part in times.prepare]
+    rows.append(("step", step.seconds, _bound(plan)))
+    why = f"{times.num_steps} steps and a start; without preparing and caching"
+    rows.append(("training", plan.training_s, why))
+    cells = tuple((name, format_seconds(seconds), why) for name, seconds, why in rows)
+    return Table("seconds", ("what", "time", "why"), cells)
+
+
+def rate_table(plan: Plan) -> Table:
+    """The rates that the seconds come from, each with its origin."""
+    rates = plan.rates
+    rows = [
+        (f"products in {name}", f"{flops / 1e12:.0f} TFLOP/s", rates.origin("matmul_flops"))
+        for name, flops in rates.matmul_flops.items()
+    ]
+    rows.append(
+        (
+            "attention",
+            f"{rates.attention_flops / 1e12:.0f} TFLOP/s",
+            rates.origin("attention_flops"),
+        )
+    )
+    for name, field in _RATES.items():
+        value = getattr(rates, field)
+        rows.append((name, f"{value / 1e9:.3g} GB/s", rates.origin(field)))
+    return Table("rates", ("what", "rate", "from"), tuple(rows))
+
+
+_RATES = {
+    "decoding": "decode_bytes_per_s",
+    "device memory": "device_memory_bytes_per_s",
+    "bus": "bus_bytes_per_s",
+    "staging": "staging_bytes_per_s",
+    "disk, reading": "disk_read_bytes_per_s",
+    "disk, writing": "disk_write_bytes_per_s",
+    "first touch of RAM": "first_touch_bytes_per_s",
+    "hashing, one core": "hash_bytes_per_s",
+}
+
+
 def sentences(plan: Plan) -> Iterator[str]:
     """The choice, the runner-up and the notes."""
+    compute = plan.compute
+    how = [compute.arithmetic, "compiled" if compute.compiles else "eager"]
+    how.append("exact" if compute.is_exact else "not exact")
+    yield f"compute: {', '.join(how)}: {compute.why}"
     yield f"placement: {_chosen(plan.chosen)}"
     if plan.runner_up is not None:
         yield f"runner-up: {_chosen(plan.runner_up)}"
@@ -83,16 +138,32 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     cells = tuple(
         (
             row.stage,
-            row.pool,
-            format_bytes(row.planned_bytes),
-            format_bytes(row.measured_bytes),
+            row.what,
+            _amount(row, row.planned),
+            _amount(row, row.measured),
             f"{row.off:+.0%}",
             "" if row.is_within_tolerance else "beyond tolerance",
         )
         for row in rows
     )
-    heads = ("stage", "memory", "planned", "measured", "off", "")
+    heads = ("stage", "of", "planned", "measured", "off", "")
     return Table("Plan against measured", heads, cells)
+
+
+def _amount(row: Comparison, value: float) -> str:
+    return format_bytes(int(value)) if row.unit == "B" else format_seconds(value)
+
+
+def _bound(plan: Plan) -> str:
+    """What a step waits for, and how well copies are hidden."""
+    step = plan.step
+    words = {"compute": "arithmetic", "launching": "launching kernels"}
+    said = f"bound by {words.get(step.bound, f'the {step.bound}')}: arithmetic {format_seconds(step.compute_s)}"
+    if step.bus_s:
+        said += f", bus {format_seconds(step.bus_s)}"
+    if step.disk_s:
+        said += f", disk and staging {format_seconds(step.disk_s)}"
+    return f"{said}; {step.hidden:.0%} of copying hidden" if step.bus_s else said
 
 
 def _size(num_bytes: int) -> str:
@@ -102,11 +173,13 @@ def _size(num_bytes: int) -> str:
 def _holding(holding: Holding) -> str:
     if not holding.num_streamed:
         return f"{holding.kind}, all {holding.num_blocks}"
-    return f"{holding.kind}, {len(holding.resident)} of {holding.num_blocks} kept"
+    counts = ((len(holding.blocks_in(tier)), tier) for tier in TIERS)
+    return f"{holding.kind}, " + ", ".join(f"{count} {tier}" for count, tier in counts if count)
 
 
 def _chosen(choice: Choice) -> str:
     peak = format_bytes(choice.host_bytes)
     if choice.device_bytes:
         peak = f"{format_bytes(choice.device_bytes)} on the device, {peak} of RAM"
-    return f"{_holding(choice.holding)} (peak {peak}): {choice.why}"
+    step = f"{format_seconds(choice.step.seconds)} a step, bound by {choice.step.bound}"
+    return f"{_holding(choice.holding)} (peak {peak}; {step}): {choice.why}"

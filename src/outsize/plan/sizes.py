@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outsize.base.parts import DTYPE_BYTES
@@ -28,13 +28,18 @@ class BlockSizes:
     """One block of a model.
 
     streamed_bytes: its packed linears. width: of its hidden stream. traffic: numbers that enter and leave its linears for
-    one token.
+    one token. matrix_elements: numbers of its packed matrices; token_elements: of those that one token passes.
+    widest_input: columns of its widest matrix.
     """
 
     streamed_bytes: int
     packet_bytes: int
     width: int
     traffic: int
+    matrix_elements: int
+    token_elements: int
+    num_linears: int
+    widest_input: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +107,7 @@ def sizes_of(table: ShapeTable, fmt: Format, plain: Format) -> ModelSizes:
     convolutions = (spec.shape[0] for spec in table if spec.role == "conv" and len(spec.shape) == 4)
     return ModelSizes(
         blocks=tuple(
-            BlockSizes(
-                packets[block].streamed_bytes,
-                packets[block].num_bytes,
-                stream_width(grouped[block]),
-                token_traffic(grouped[block]),
-            )
+            _block_sizes(packets[block].streamed_bytes, packets[block].num_bytes, grouped[block])
             for block in range(table.num_blocks)
         ),
         small_elements=sum(spec.num_elements for spec in table if not _is_packed(spec)),
@@ -121,6 +121,21 @@ def sizes_of(table: ShapeTable, fmt: Format, plain: Format) -> ModelSizes:
     )
 
 
+def _block_sizes(streamed_bytes: int, packet_bytes: int, specs: Sequence[TensorSpec]) -> BlockSizes:
+    linears = [spec for spec in specs if _is_packed(spec)]
+    elements = sum(spec.num_elements for spec in linears)
+    return BlockSizes(
+        streamed_bytes=streamed_bytes,
+        packet_bytes=packet_bytes,
+        width=stream_width(specs),
+        traffic=token_traffic(specs),
+        matrix_elements=elements,
+        token_elements=elements // num_streams(specs),
+        num_linears=len(linears),
+        widest_input=max((spec.shape[1] for spec in linears), default=0),
+    )
+
+
 def stream_width(specs: Iterable[TensorSpec]) -> int:
     """Width of the hidden stream that runs through a block: the size most of its linears begin or end with.
 
@@ -131,15 +146,18 @@ def stream_width(specs: Iterable[TensorSpec]) -> int:
     return max(seen, key=lambda size: (seen[size], size)) if seen else 0
 
 
-def token_traffic(specs: Iterable[TensorSpec]) -> int:
-    """Numbers that enter and leave a block's linears for one token.
+def num_streams(specs: Iterable[TensorSpec]) -> int:
+    """How many streams run side by side through a block.
 
-    A block in which every shape of matrix occurs twice runs two streams side by side (text and image, with weights of
-    their own), and a token passes only one of them.
+    A block in which every shape of matrix occurs twice runs two (text and image, with weights of their own), and a token
+    passes only one of them.
     """
-    shapes = Counter(spec.shape for spec in specs if spec.is_linear)
-    num_streams = math.gcd(*shapes.values()) or 1
-    return sum(sum(shape) * count for shape, count in shapes.items()) // num_streams
+    return math.gcd(*Counter(spec.shape for spec in specs if spec.is_linear).values()) or 1
+
+
+def token_traffic(specs: Sequence[TensorSpec]) -> int:
+    """Numbers that enter and leave a block's linears for one token."""
+    return sum(sum(spec.shape) for spec in specs if spec.is_linear) // num_streams(specs)
 
 
 def _is_packed(spec: TensorSpec) -> bool:
