@@ -261,13 +261,15 @@ def test_a_kernel_that_transposes_wrongly_is_reported(monkeypatch: pytest.Monkey
     """Eight-bit products are decoded by the transposing kernel, which nothing else would check."""
     right = _nf4_decode._torch_kernel("ours")
 
-    def untransposed(*arguments: Any) -> torch.Tensor:
-        return right.decode(*arguments).reshape(64, 8)
+    def untransposed(
+        codes: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...], group: int
+    ) -> torch.Tensor:
+        return right.decode(codes, scales, shape, torch.float8_e4m3fn, group).reshape(64, 8)
 
     wrong = _nf4_decode.Kernel(right.decode, "triton 0", untransposed)
     monkeypatch.setattr(_nf4_decode, "_triton_kernel", lambda *_: wrong)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    assert "triton 0 on cpu: its torch.float32 values differ" in NF4().kernel(CPU)
+    assert "triton 0 on cpu: its e4m3 values differ" in NF4().kernel(CPU)
 
 
 @pytest.mark.parametrize("group", [64, 32])
@@ -280,8 +282,10 @@ def test_e4m3_is_as_near_as_three_bits_of_mantissa_allow(
     """Each value within a sixteenth of itself, or a 512th of the smallest normal e4m3 at its scale."""
     plain = _nf4_decode._torch_kernel("ours")
 
-    def transposed(*arguments: Any) -> torch.Tensor:
-        return plain.decode(*arguments).t().contiguous()
+    def transposed(
+        codes: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...], group: int
+    ) -> torch.Tensor:
+        return plain.decode(codes, scales, shape, torch.float8_e4m3fn, group).t().contiguous()
 
     kernel = _nf4_decode.Kernel(plain.decode, "ours", transposed)
     monkeypatch.setitem(_nf4_decode._kernels, ("cpu", None), kernel)
@@ -302,7 +306,7 @@ def test_e4m3_is_as_near_as_three_bits_of_mantissa_allow(
 def test_a_matrix_of_zeros_is_zero_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     """No scale of 0 may divide."""
     plain = _nf4_decode._torch_kernel("ours")
-    kernel = _nf4_decode.Kernel(plain.decode, "ours", plain.decode)
+    kernel = _nf4_decode.Kernel(plain.decode, "ours", lambda *_: torch.empty(0))
     monkeypatch.setitem(_nf4_decode._kernels, ("cpu", None), kernel)
     found = NF4().decode_e4m3(encode(NF4(), torch.zeros(64, 64)), (64, 64), is_transposed=False)
     assert found is not None

@@ -23,6 +23,7 @@ from outsize.formats import _nested
 from outsize.formats import _nf4_kernels as kernels
 
 Decode = Callable[[Tensor, Tensor, tuple[int, ...], torch.dtype, int], Tensor]
+Transpose = Callable[[Tensor, Tensor, tuple[int, ...], int], Tensor]
 _LARGEST_E4M3 = 448.0
 _SMALLEST_SCALE = 1e-30  # stands for that of a row of zeros
 _kernels: dict[tuple[str, int | None], Kernel] = {}
@@ -32,13 +33,13 @@ _kernels: dict[tuple[str, int | None], Kernel] = {}
 class Kernel:
     """The implementation for one device, and what to tell people about it.
 
-    decode: (codes, fp32 scales, shape, dtype, group) -> matrix. decode_transposed: likewise, its transpose, which only
-    some have; those also decode to e4m3.
+    decode: (codes, fp32 scales, shape, dtype, group) -> matrix. transpose_e4m3: likewise, its transpose in e4m3, which only
+    some have; their `decode` takes e4m3 too.
     """
 
     decode: Decode
     report: str
-    decode_transposed: Decode | None = None
+    transpose_e4m3: Transpose | None = None
     is_bitsandbytes: bool = False
 
 
@@ -70,14 +71,14 @@ def decode_e4m3(
     """
     codes = parts["codes"]
     kernel = kernel_of(codes.device.type, codes.device.index, quant_type)
-    if kernel.decode_transposed is None:
+    if kernel.transpose_e4m3 is None:
         return None
     scales_NG = _scales(parts, kernel).view(shape[0], -1)
     along = 0 if is_transposed else 1
     largest = scales_NG.amax(along, keepdim=True).clamp_min(_SMALLEST_SCALE) / _LARGEST_E4M3
     ratios = (scales_NG / largest).view(-1)
     if is_transposed:
-        decoded = kernel.decode_transposed(codes, ratios, shape, torch.float8_e4m3fn, group)
+        decoded = kernel.transpose_e4m3(codes, ratios, shape, group)
         return decoded, largest.view(-1, 1).repeat_interleave(group, 0)
     return kernel.decode(codes, ratios, shape, torch.float8_e4m3fn, group), largest
 
@@ -125,7 +126,7 @@ def _choose(device: torch.device, quant_type: str) -> Kernel:
             return Kernel(
                 kernel.decode,
                 kernel.report + reasons,
-                kernel.decode_transposed,
+                kernel.transpose_e4m3,
                 kernel.is_bitsandbytes,
             )
         faults.append(f"{name} {fault}")
@@ -144,21 +145,27 @@ def _torch_kernel(report: str) -> Kernel:
 def _triton_kernel(device: torch.device, quant_type: str) -> Kernel:  # noqa: ARG001 - as its sibling
     """Ours. Raises: ImportError where Triton is not installed."""
     ours = importlib.import_module("outsize.formats._nf4_triton")
-    pairs = kernels.decode_table(device)
+    values = torch.tensor(kernels.VALUES, device=device)
 
     def decode_by_triton(
         codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, group: int
     ) -> Tensor:
-        decoded: Tensor = ours.decode(codes, scales, pairs, list(shape), group, dtype)
+        decoded: Tensor = ours.decode(codes, scales, values, list(shape), group, dtype)
         return decoded
 
     def transpose_by_triton(
-        codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, group: int
+        codes: Tensor, scales: Tensor, shape: tuple[int, ...], group: int
     ) -> Tensor:
-        decoded: Tensor = ours.decode_transposed(codes, scales, pairs, list(shape), group, dtype)
+        decoded: Tensor = ours.decode_transposed(codes, scales, values, list(shape), group)
         return decoded
 
-    return Kernel(decode_by_triton, f"triton {ours.triton.__version__}", transpose_by_triton)
+    report = f"triton {ours.triton.__version__}"
+    return Kernel(decode_by_triton, report, transpose_by_triton if _has_e4m3(device) else None)
+
+
+def _has_e4m3(device: torch.device) -> bool:
+    """Triton converts to e4m3 where the card does: NVIDIA from Ada on."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _bitsandbytes_kernel(device: torch.device, quant_type: str) -> Kernel:  # noqa: ARG001
@@ -177,13 +184,20 @@ def _bitsandbytes_kernel(device: torch.device, quant_type: str) -> Kernel:  # no
 
 def _first_difference(device: torch.device, kernel: Kernel) -> str | None:
     """How a kernel's values differ from the reference on a device: every byte, with scales of many sizes."""
+    shape = (8, 64)
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     scales = torch.tensor([1.0, 0.3, 1e-3, 7.7, 0.0, 123.4, 2e-6, 0.1], device=device)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        wanted = kernels.decode_by_torch(codes, scales, (8, 64), dtype, group=64)
-        found = [kernel.decode(codes, scales, (8, 64), dtype, 64)]
-        if kernel.decode_transposed is not None:
-            found.append(kernel.decode_transposed(codes, scales, (8, 64), dtype, 64).t())
-        if not all(torch.equal(wanted, one) for one in found):
+        wanted = kernels.decode_by_torch(codes, scales, shape, dtype, group=64)
+        if not torch.equal(wanted, kernel.decode(codes, scales, shape, dtype, 64)):
             return f"{kernel.report} on {device}: its {dtype} values differ from the reference"
+    if kernel.transpose_e4m3 is not None:
+        e4m3 = torch.float8_e4m3fn
+        wanted = kernels.decode_by_torch(codes, scales, shape, torch.float32, group=64).to(e4m3)
+        both = (
+            kernel.decode(codes, scales, shape, e4m3, 64),
+            kernel.transpose_e4m3(codes, scales, shape, 64).t(),
+        )
+        if not all(torch.equal(wanted.float(), one.float()) for one in both):
+            return f"{kernel.report} on {device}: its e4m3 values differ from the reference"
     return None

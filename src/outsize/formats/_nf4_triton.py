@@ -1,8 +1,8 @@
 """Triton kernels that decode nf4 in one pass at the rate of the card's memory, straight to bf16, fp16, fp32 or e4m3.
 
-A byte holds two codes, so it is looked up once, in a table of 256 pairs. Values are computed in fp32 and rounded once: the
-bits are those of the plain-torch reference. With scales that were divided by a row's (or a column group's) largest, the same
-kernels give e4m3 operands for 8-bit products.
+Values are computed in fp32 and rounded once: the bits are those of the plain-torch reference. With scales that were divided
+by a row's (or a column group's) largest, the results are e4m3 operands for 8-bit products; matrix units want both operands
+with the summed dimension last, hence the transposed one.
 
 Operators of torch.library, so that torch.compile takes them without a break and sees through them.
 
@@ -16,75 +16,86 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_FLAT_BYTES = 1024  # codes decoded by one program
-_TILE_ROWS, _TILE_BYTES = (
-    64,
-    128,
-)  # a tile of the transposing kernel: whole 128-byte lines on both sides
+_FLAT_BYTES = 4096  # codes decoded by one program
+_TILE_ROWS, _TILE_GROUPS = 128, 2  # of the transposing kernel: lines of 128 bytes are written
+_E4M3 = torch.float8_e4m3fn
 
 
 @triton.jit
 def _flat_kernel(
-    codes, scales, pairs, out, num_bytes, HALF_GROUP: tl.constexpr, BLOCK: tl.constexpr
+    codes, scales, values, out, num_bytes, HALF_GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_bytes
     byte = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
-    pair = tl.load(pairs + byte)
-    first = (pair & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-    second = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     scale = tl.load(scales + at // HALF_GROUP, mask=inside, other=0.0).to(tl.float32)
-    values = tl.interleave(first * scale, second * scale).to(out.dtype.element_ty)
+    first, second = tl.load(values + (byte >> 4)) * scale, tl.load(values + (byte & 15)) * scale
+    both = tl.interleave(first, second).to(out.dtype.element_ty)
     to = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    tl.store(out + to, values, mask=to < 2 * num_bytes)
+    tl.store(out + to, both, mask=to < 2 * num_bytes)
+
+
+@triton.jit
+def _e4m3_bits(codes, values, scale):
+    value = (tl.load(values + codes) * scale).to(tl.float8e4nv)
+    return value.to(tl.uint8, bitcast=True).to(tl.uint32)
 
 
 @triton.jit
 def _transposing_kernel(
-    codes, scales, pairs, out, num_rows, row_bytes,
-    HALF_GROUP: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
+    codes, scales, values, out, num_rows, row_bytes,
+    HALF_GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * BYTES + tl.arange(0, BYTES)
-    inside = (row < num_rows)[:, None] & (column < row_bytes)[None, :]
-    at = row[:, None] * row_bytes + column[None, :]
-    byte = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
-    pair = tl.load(pairs + byte)
-    first = (pair & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-    second = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    scale = tl.load(scales + at // HALF_GROUP, mask=inside, other=0.0).to(tl.float32)
-    values = tl.trans(tl.interleave(first * scale, second * scale).to(out.dtype.element_ty))
-    k = tl.program_id(0).to(tl.int64) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
-    to = k[:, None] * num_rows + row[None, :]
-    tl.store(out + to, values, mask=(k < 2 * row_bytes)[:, None] & (row < num_rows)[None, :])
+    # Four rows at a time become the four bytes of a word, so that words are what is transposed and written.
+    word = tl.program_id(1) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    column = tl.arange(0, HALF_GROUP)
+    num_groups = row_bytes // HALF_GROUP
+    words_per_line = num_rows // 4
+    inside = word < words_per_line
+    for g in tl.static_range(GROUPS):
+        group = tl.program_id(0) * GROUPS + g
+        here = inside & (group < num_groups)
+        firsts = tl.zeros((ROWS // 4, HALF_GROUP), tl.uint32)
+        seconds = tl.zeros((ROWS // 4, HALF_GROUP), tl.uint32)
+        for j in tl.static_range(4):
+            row = word.to(tl.int64) * 4 + j
+            at = row[:, None] * row_bytes + group * HALF_GROUP + column[None, :]
+            byte = tl.load(codes + at, mask=here[:, None], other=0).to(tl.int32)
+            scale = tl.load(scales + row * num_groups + group, mask=here, other=0.0)[:, None]
+            firsts |= _e4m3_bits(byte >> 4, values, scale) << (8 * j)
+            seconds |= _e4m3_bits(byte & 15, values, scale) << (8 * j)
+        k = (group * HALF_GROUP + column).to(tl.int64) * 2
+        to = k[:, None] * words_per_line + word[None, :]
+        tl.store(out + to, tl.trans(firsts), mask=here[None, :])
+        tl.store(out + to + words_per_line, tl.trans(seconds), mask=here[None, :])
 
 
 @torch.library.triton_op("outsize::nf4_decode", mutates_args=())
 def decode(
-    codes: Tensor, scales: Tensor, pairs: Tensor, shape: list[int], group: int, dtype: torch.dtype
+    codes: Tensor, scales: Tensor, values: Tensor, shape: list[int], group: int, dtype: torch.dtype
 ) -> Tensor:
     """The matrix (N, K) in `dtype`.
 
-    Shapes: codes (N*K/2,) uint8, scales (N*K/group,) fp32 or fp16, pairs (256,) int64 as pair_table gives them.
+    Shapes: codes (N*K/2,) uint8, scales (N*K/group,) fp32, values (16,) fp32.
     """
     out = torch.empty(shape, dtype=dtype, device=codes.device)
     grid = (triton.cdiv(codes.numel(), _FLAT_BYTES),)
     torch.library.wrap_triton(_flat_kernel)[grid](
-        codes, scales, pairs, out, codes.numel(), HALF_GROUP=group // 2, BLOCK=_FLAT_BYTES
+        codes, scales, values, out, codes.numel(), HALF_GROUP=group // 2, BLOCK=_FLAT_BYTES
     )
     return out
 
 
 @torch.library.triton_op("outsize::nf4_decode_transposed", mutates_args=())
 def decode_transposed(
-    codes: Tensor, scales: Tensor, pairs: Tensor, shape: list[int], group: int, dtype: torch.dtype
+    codes: Tensor, scales: Tensor, values: Tensor, shape: list[int], group: int
 ) -> Tensor:
-    """The transposed matrix (K, N) in `dtype`, contiguous; arguments as for `decode`."""
+    """The transposed matrix (K, N) in e4m3, contiguous; arguments as for `decode`, N a multiple of 4."""
     rows, columns = shape
-    out = torch.empty((columns, rows), dtype=dtype, device=codes.device)
-    grid = (triton.cdiv(columns // 2, _TILE_BYTES), triton.cdiv(rows, _TILE_ROWS))
+    out = torch.empty((columns, rows), dtype=_E4M3, device=codes.device)
+    grid = (triton.cdiv(columns // group, _TILE_GROUPS), triton.cdiv(rows, _TILE_ROWS))
     torch.library.wrap_triton(_transposing_kernel)[grid](
-        codes, scales, pairs, out, rows, columns // 2,
-        HALF_GROUP=group // 2, ROWS=_TILE_ROWS, BYTES=_TILE_BYTES,
+        codes, scales, values, out.view(torch.int32), rows, columns // 2,
+        HALF_GROUP=group // 2, ROWS=_TILE_ROWS, GROUPS=_TILE_GROUPS,
     )  # fmt: skip
     return out
