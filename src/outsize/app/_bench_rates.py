@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outsize.base.files import sync_file
+from outsize.devices._host import pageable, touch_
 from outsize.devices._rates import (
     COMPUTE_TYPE,
     RATE_NAMES,
@@ -66,15 +67,15 @@ def measure_rates(device: Device, folder: Path) -> Iterator[Rate]:
     yield "import_s", _import_s(), "s"
 
 
-def keep_rates(measured: dict[str, float], device: Device, folder: Path | None = None) -> None:
-    """Save what plans can use."""
+def keep_rates(measured: dict[str, float], device_name: str) -> None:
+    """Save what plans can use. device_name: as the machine's profile calls the card or processor."""
     values: dict[str, Any] = {name: value for name, value in measured.items() if name in RATE_NAMES}
     products = {
         name.partition(".")[2]: value
         for name, value in measured.items()
         if name.startswith("matmul_flops.")
     }
-    save_rates(folder or rates_folder(), device.name, values | {"matmul_flops": products})
+    save_rates(rates_folder(), device_name, values | {"matmul_flops": products})
 
 
 def bus_rate(device: Device, num_bytes: int = 256 * MIB) -> float:
@@ -184,7 +185,7 @@ def _host_rates(device: Device) -> Iterator[Rate]:
     num_bytes = 256 * MIB
     if not device.copies_asynchronously:
         started = time.perf_counter()
-        bytearray(num_bytes)
+        touch_(pageable(num_bytes))
         yield "first_touch_bytes_per_s", num_bytes / (time.perf_counter() - started), "GB/s"
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
     copy = _seconds(None, lambda: np.copyto(target, source))  # one thread

@@ -133,7 +133,7 @@ def bench(
     machine = limited(machine_with(machine, opened), vram_bytes=limit)
     report.open(machine, opened, cap)
     if rates:
-        _measure_rates(opened, cache or rates_folder(), report)
+        _measure_rates(opened, machine, cache or rates_folder(), report)
     if recipes:
         _run(recipes, machine, opened, Timing(warmup, steps), report)
     return 0
@@ -161,14 +161,14 @@ def _settings(texts: Sequence[str]) -> dict[str, list[Any]]:
     return found
 
 
-def _measure_rates(device: Device, folder: Path, report: _Report) -> None:
+def _measure_rates(device: Device, machine: MachineProfile, folder: Path, report: _Report) -> None:
     from outsize.app._bench_rates import keep_rates, measure_rates
 
     measured = {}
     for name, value, unit in measure_rates(device, folder):
         report.rate(name, value, unit)
         measured[name] = value
-    keep_rates(measured, device)
+    keep_rates(measured, machine.device)
 
 
 def _run(
