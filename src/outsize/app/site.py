@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from outsize.app.models import Training, build_model, place
-from outsize.app.parts import Part
+from outsize.app.parts import BASE, Part
 from outsize.app.prepare import How
-from outsize.app.stages import Stages
+from outsize.app.stages import PREPARE, Stages
 from outsize.app.stores import Stores
 from outsize.base.errors import MachineFault
 from outsize.base.files import write_json_atomically
 from outsize.base.journal import Journal
 from outsize.base.progress import Progress, Silent
 from outsize.base.units import format_bytes
+from outsize.base.waypoints import Waypoints
 from outsize.data.cache import ContentCache
 from outsize.layers.loading import Loading
 from outsize.layers.model import FrozenModel
@@ -45,7 +46,8 @@ DEFAULT_RAM_BYTES = 2 << 30  # what preparing may take of the host's memory unle
 class Site:
     """One recipe on one machine.
 
-    ram_bytes: budget of host memory for preparing. offline: ask nothing of the network.
+    ram_bytes: budget of host memory for preparing. offline: ask nothing of the network. waypoints: of the way to the first
+    step.
     """
 
     recipe: Recipe
@@ -55,6 +57,7 @@ class Site:
     progress: Progress = field(default_factory=Silent)
     ram_bytes: int = DEFAULT_RAM_BYTES
     offline: bool = False
+    waypoints: Waypoints = field(default_factory=Waypoints)
 
     _opened: dict[str, Store] = field(default_factory=dict, init=False)
 
@@ -99,13 +102,14 @@ class Site:
             self.journal,
             lambda figures: self.stores.figures.update({part.slot: figures}),
         )
-        with self.stages.stage(f"prepare {part.slot}"):
+        with self.stages.stage(f"{PREPARE}{part.slot}"):
             return self.stores.prepare(part.slot, how)
 
     @contextmanager
     def opened(self, slot: str, training: Training | None = None) -> Iterator[FrozenModel]:
         """A part's model, held as planned, loaded for the time of the block and freed after it."""
         part, store = self.parts[slot], self.store(slot)
+        self._mark(part, "store verified")
         with self.stages.stage(f"load {slot}"):
             model = self._load(part, store, training)
         try:
@@ -135,13 +139,20 @@ class Site:
                     placement=placement,
                     training=training,
                 )
+                self._mark(part, "base built")
                 loading.finish_into_(model)
+                self._mark(part, "base loaded")
             self._tell_loaded(part, placement, loading, reader)
         except BaseException:
             placement.close()
             raise
         part.family.materialise_buffers(model.module, device.torch_device)
         return model
+
+    def _mark(self, part: Part, waypoint: str) -> None:
+        """Conditioners are on the way only where something is not cached yet."""
+        if part.slot == BASE:
+            self.waypoints.mark(waypoint)
 
     def _tell_loaded(
         self, part: Part, placement: Placement, loading: Loading, reader: StoreReader
@@ -177,6 +188,7 @@ def open_site(
     *,
     ram_bytes: int = DEFAULT_RAM_BYTES,
     offline: bool = False,
+    waypoints: Waypoints | None = None,
 ) -> Iterator[Site]:
     """A site that works alone in the run folder, which then holds recipe, plan and journal.
 
@@ -194,7 +206,14 @@ def open_site(
         )
         try:
             yield Site(
-                recipe, plan, device, journal, progress, ram_bytes=ram_bytes, offline=offline
+                recipe,
+                plan,
+                device,
+                journal,
+                progress,
+                ram_bytes=ram_bytes,
+                offline=offline,
+                waypoints=waypoints or Waypoints(),
             )
         except torch.OutOfMemoryError as error:
             raise MachineFault(

@@ -18,6 +18,8 @@ from outsize.weights.budget import MemoryWatch
 if TYPE_CHECKING:
     from outsize.devices.protocol import Device
 
+PREPARE = "prepare "  # begins the names of stages that make a store
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -39,6 +41,15 @@ def measured(stages: Sequence[Stage], device: Device) -> dict[str, dict[str, int
     pool = "device" if has_own_memory else "private"
     return {
         one.name: {pool: one.device_bytes if has_own_memory else one.host_bytes} for one in stages
+    }
+
+
+def prepare_seconds(stages: Sequence[Stage]) -> dict[str, float]:
+    """Seconds of preparing by slot, of what was prepared."""
+    return {
+        one.name.removeprefix(PREPARE): one.seconds
+        for one in stages
+        if one.name.startswith(PREPARE)
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from outsize.adapters.adapter import Adapter, AdapterShape, delta_norms
-from outsize.adapters.health import as_fp32, require_delta
+from outsize.adapters.health import WATCHED_UPDATES, as_fp32, require_delta
 from outsize.app.encode import build_corpus
 from outsize.app.models import Training
 from outsize.app.parts import BASE
@@ -34,15 +35,23 @@ if TYPE_CHECKING:
     from outsize.devices.protocol import Device
     from outsize.recipes.recipe import Recipe
 
+_FEWEST_STEPS = 3  # from which a median says something
+
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """How a training ended. step: updates done; resumed_at: where it took up, 0 for a fresh start."""
+    """How a training ended. step: updates done; resumed_at: where it took up, 0 for a fresh start.
+
+    step_s: median seconds of the steps after the watched first ones; boot_s: from the process's beginning to the end of
+    the first step, preparing and caching left out. None: too few steps, or not counted from there.
+    """
 
     outcome: Outcome
     step: int
     resumed_at: int
     last: StepReport | None
+    step_s: float | None = None
+    boot_s: float | None = None
 
 
 def train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Trained:
@@ -68,6 +77,7 @@ def train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Tr
 def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Trained:
     recipe = site.recipe
     corpus = build_corpus(site)
+    site.waypoints.mark("corpus ready")
     identity = {
         "numbers": recipe.numbers_digest(),
         "manifest": corpus.manifest.digest(),
@@ -78,10 +88,10 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
     training = Training(site.stores.cache_folder / "compiled", corpus.schedule.num_sizes)
     with adapted(site, training) as (model, adapter, initial):
         update = make_update(recipe, adapter, initial)
-        last: list[StepReport] = []
+        pace = _Pace(site)
 
         def seen(report: StepReport) -> None:
-            last[:] = [report]
+            pace.see(report)
             watch(report)
 
         requests = Requests(run)
@@ -104,8 +114,40 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
         with requests.listening(), site.stages.stage("train"):
             outcome = loop.run()
         _prove(site, adapter, update)
-    report = last[0] if last else None
-    return Trained(outcome, report.step if report else resumed_at, resumed_at, report)
+    step = pace.last.step if pace.last else resumed_at
+    return Trained(outcome, step, resumed_at, pace.last, pace.step_s(), pace.boot_s)
+
+
+class _Pace:
+    """How fast steps come: the first one ends the start, those that are watched more closely do not count."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._seconds: list[float] = []
+        self.last: StepReport | None = None
+        self.boot_s: float | None = None
+
+    def see(self, report: StepReport) -> None:
+        """Take note of a step."""
+        if self.last is None:
+            self._end_start()
+        self.last = report
+        self._seconds.append(report.seconds)
+
+    def step_s(self) -> float | None:
+        """The median, once there are enough."""
+        counted = self._seconds[WATCHED_UPDATES:]
+        return statistics.median(counted) if len(counted) >= _FEWEST_STEPS else None
+
+    def _end_start(self) -> None:
+        site = self._site
+        site.device.synchronize()
+        site.waypoints.mark("first step done")
+        site.journal.write("boot", **site.waypoints.to_json())
+        if site.waypoints.is_whole:
+            # stages before this one, but for the base's own, made or looked up what a later start finds
+            made_s = sum(one.seconds for one in site.stages.finished if one.name != f"load {BASE}")
+            self.boot_s = site.waypoints.seconds - made_s
 
 
 def _computed_by(site: Site) -> str:
@@ -126,6 +168,7 @@ def adapted(
     choice = site.recipe.adapter
     with site.opened(BASE, training) as model:
         adapter, initial = attach_adapter(site.recipe, site.device, model)
+        site.waypoints.mark("adapter attached")
         site.journal.write(
             "adapter", modules=len(adapter.paths), parameters=adapter.num_parameters,
             rank=choice.rank, alpha=choice.effective_alpha,

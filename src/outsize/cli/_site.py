@@ -13,6 +13,7 @@ import typer
 
 from outsize.base.errors import RecipeError
 from outsize.base.threads import settle_threads
+from outsize.base.waypoints import Waypoints
 
 if TYPE_CHECKING:
     from outsize.app.site import Site
@@ -79,31 +80,46 @@ def open_site(
     offline: bool,
     vram_limit: str | None = None,
     must_fit: bool = True,
+    waypoints: Waypoints | None = None,
 ) -> Iterator[Site]:
     """A site whose progress goes to the terminal.
 
     The plan is made and judged before torch is imported. must_fit: refuse a recipe that does not fit the machine.
+    waypoints: of the way so far.
     Raises: DoesNotFit; MachineFault when another process works in the run folder, or there is no card to limit.
     """
     from outsize.app.planning import plan_here, plan_on
 
+    waypoints = waypoints or Waypoints()
     limit = limit_bytes(vram_limit)
     plan = plan_here(recipe, device_kind=device, vram_limit=limit)
     if must_fit:
         plan.require_fit()
+    waypoints.mark("planned")
     settle_threads()
+    import torch  # noqa: F401 - here, to know what it takes
+
+    waypoints.mark("torch imported")
     from outsize.app.site import open_site as open_in_app
     from outsize.base.units import parse_bytes
     from outsize.cli._progress import open_progress
 
     opened, cap = open_limited(device, limit)
+    waypoints.mark("device opened")
     plan = plan_on(recipe, opened, plan)
     if must_fit:
         plan.require_fit()
     with (
         open_progress() as progress,
         open_in_app(
-            recipe, run, plan, opened, progress, ram_bytes=parse_bytes(ram), offline=offline
+            recipe,
+            run,
+            plan,
+            opened,
+            progress,
+            ram_bytes=parse_bytes(ram),
+            offline=offline,
+            waypoints=waypoints,
         ) as site,
     ):
         if cap is not None:

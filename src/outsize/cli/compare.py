@@ -10,6 +10,7 @@ from outsize.cli._site import (
     OfflineOption,
     RamOption,
     RunArgument,
+    VramLimitOption,
     open_site,
     recipe_and_run,
 )
@@ -25,6 +26,7 @@ def compare(
     *,
     ram: RamOption = DEFAULT_RAM,
     device: DeviceOption = None,
+    vram_limit: VramLimitOption = None,
     offline: OfflineOption = False,
 ) -> int:
     """Draw a labelled grid of base and adapter, with control prompts, and measure how far they are apart."""
@@ -32,7 +34,9 @@ def compare(
 
     recipe, folder = recipe_and_run(run)
     trained_checkpoint(recipe, folder)  # a run without one is told so at once
-    with open_site(recipe, folder, ram=ram, device=device, offline=offline) as site:
+    with open_site(
+        recipe, folder, ram=ram, device=device, offline=offline, vram_limit=vram_limit
+    ) as site:
         from outsize.app.compare import compare as compare_site
         from outsize.cli._tables import print_stages, print_table
 

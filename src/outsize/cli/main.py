@@ -17,6 +17,7 @@ import typer
 
 from outsize import __version__
 from outsize.base import errors
+from outsize.base.waypoints import Waypoints
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -31,12 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     An OutsizeError is printed without a traceback and gives its own code; anything else keeps its traceback and ends
     the interpreter with 1.
     """
+    waypoints = Waypoints.of_process()
+    waypoints.mark("Python started")
     app = build_app()
     try:
         result = app(
             prog_name="outsize",
             args=None if arguments is None else list(arguments),
             standalone_mode=False,
+            obj=waypoints,  # what a command finds as its context's object
         )
     except errors.OutsizeError as error:
         _print_error(error)

@@ -12,6 +12,7 @@ from outsize.cli._site import (
     OfflineOption,
     RamOption,
     RunArgument,
+    VramLimitOption,
     open_site,
     recipe_and_run,
 )
@@ -32,6 +33,7 @@ def sample(
     base: Annotated[bool, typer.Option("--base", help="Leave the adapter out.")] = False,
     ram: RamOption = DEFAULT_RAM,
     device: DeviceOption = None,
+    vram_limit: VramLimitOption = None,
     offline: OfflineOption = False,
 ) -> int:
     """Draw prompts with the run's adapter, by the recipe's compare settings, into samples/ of the run folder."""
@@ -40,7 +42,9 @@ def sample(
     recipe, folder = recipe_and_run(run)
     if not base:
         trained_checkpoint(recipe, folder)  # a run without one is told so at once
-    with open_site(recipe, folder, ram=ram, device=device, offline=offline) as site:
+    with open_site(
+        recipe, folder, ram=ram, device=device, offline=offline, vram_limit=vram_limit
+    ) as site:
         from outsize.app.render import Shot, render, save_samples, settings_of
 
         shots = [Shot(text, number) for text in prompt for number in seed or [0]]

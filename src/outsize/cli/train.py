@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING
 import typer
 
 from outsize.base.errors import EXIT_COMPLETED, EXIT_STOPPED
+from outsize.base.waypoints import Waypoints
 from outsize.cli._site import (
     DEFAULT_RAM,
     DeviceOption,
     OfflineOption,
     RamOption,
     RecipeArgument,
+    VramLimitOption,
     open_site,
     recipe_and_run,
 )
 
 if TYPE_CHECKING:
     from outsize.app.site import Site
+    from outsize.app.train import Trained
     from outsize.train.loop import StepReport
 
 
@@ -28,25 +31,40 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
+    context: typer.Context,
     recipe: RecipeArgument,
     *,
     ram: RamOption = DEFAULT_RAM,
     device: DeviceOption = None,
+    vram_limit: VramLimitOption = None,
     offline: OfflineOption = False,
 ) -> int:
     """Train a recipe, from its newest checkpoint if there is one. Ctrl-C saves and stops."""
     from outsize.app.planning import require_pictures
 
+    waypoints = context.ensure_object(Waypoints)
+    waypoints.mark("command read")
     chosen, run = recipe_and_run(recipe)
     require_pictures(chosen)
-    with open_site(chosen, run, ram=ram, device=device, offline=offline) as site:
+    with open_site(
+        chosen,
+        run,
+        ram=ram,
+        device=device,
+        offline=offline,
+        vram_limit=vram_limit,
+        waypoints=waypoints,
+    ) as site:
         from outsize.app.train import train as train_site
         from outsize.cli._tables import print_stages
 
+        waypoints.mark("trainer imported")
         say_plan(site)
         trained = train_site(site, run, lambda report: show_step(site, report))
+        print_start(waypoints)
         print_stages(site.stages.finished)
-        print_comparison(site)
+        print_comparison(site, trained)
+        print_pace(site, trained)
         print(f"{trained.outcome} after step {trained.step} of {chosen.train.steps}: {run.path}")
     return EXIT_COMPLETED if trained.outcome == "completed" else EXIT_STOPPED
 
@@ -60,14 +78,49 @@ def say_plan(site: Site) -> None:
     site.progress.say(f"plan: {chosen.holding.kind}, {format_bytes(memory)} at most; {chosen.why}")
 
 
-def print_comparison(site: Site) -> None:
+def print_start(waypoints: Waypoints) -> None:
+    """Where the time to the first step went."""
+    from outsize.base.units import format_seconds
+    from outsize.cli._tables import print_table
+
+    rows = [
+        (leg.name, format_seconds(leg.at_s), format_seconds(leg.seconds), f"{leg.share:.0%}")
+        for leg in waypoints.legs()
+    ]
+    title = "Boot: from process start to the end of the first step"
+    print_table(title, ("waypoint", "at", "took", "share"), rows)
+
+
+def print_pace(site: Site, trained: Trained) -> None:
+    """How fast the steps came, and whether the same run would give the same bytes."""
+    from outsize.base.units import format_seconds
+
+    if trained.step_s is not None:
+        print(f"a step took {format_seconds(trained.step_s)} (median)")
+    if site.plan.compute.is_exact:
+        print(
+            "this run can be repeated bit for bit on such a machine: only exact kernels were used"
+        )
+    else:
+        print(
+            "this run cannot be repeated bit for bit: train.exact is off, so kernels may add in any order"
+        )
+
+
+def print_comparison(site: Site, trained: Trained) -> None:
     """The plan beside what was measured, stage by stage."""
-    from outsize.app.stages import measured
+    from outsize.app.stages import measured, prepare_seconds
     from outsize.cli._tables import print_table
     from outsize.plan.compare import MeasuredRun, compare_run
     from outsize.plan.report import comparison_table
 
-    rows = compare_run(site.plan, MeasuredRun(measured(site.stages.finished, site.device)))
+    run = MeasuredRun(
+        measured(site.stages.finished, site.device),
+        step_s=trained.step_s,
+        boot_s=trained.boot_s,
+        prepare_s=prepare_seconds(site.stages.finished),
+    )
+    rows = compare_run(site.plan, run)
     for row in rows:
         site.journal.write("plan_compared", **row.to_json())
     table = comparison_table(rows)
