@@ -32,9 +32,11 @@ from outsize.devices._profile import (
 )
 from outsize.formats.protocol import make_format
 from outsize.plan.compare import MeasuredRun, compare_run
-from outsize.plan.estimate import Holding, Phase, resident, training_step
+from outsize.plan.compute import Compute
+from outsize.plan.estimate import training_step
 from outsize.plan.plan import Plan
 from outsize.plan.planner import make_plan
+from outsize.plan.pools import Holding, Phase, resident
 from outsize.plan.report import comparison_table, headline, sentences, tables
 from outsize.plan.sizes import adapter_elements, model_sizes, sizes_of, stream_width, token_traffic
 from outsize.plan.work import state_bytes, work_of
@@ -42,6 +44,10 @@ from outsize.recipes.load import load_recipe
 from outsize.recipes.recipe import FormatChoice, Recipe, rest_format
 
 GIB = 2**30
+EAGER, COMPILED, FP8 = (
+    Compute(arithmetic, compiles, is_exact=False, why="")
+    for arithmetic, compiles in (("bf16", False), ("bf16", True), ("fp8", True))
+)
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
 HERE = MachineProfile(
     device="CPU, 4 cores",
@@ -182,16 +188,24 @@ def test_the_optimizer_state_is_two_fp32_moments_or_two_bytes_and_scales() -> No
 
 
 @pytest.mark.parametrize(
-    ("resolution", "placement", "measured_gib"),
+    ("compute", "resolution", "placement", "measured_gib"),
     [
-        (512, "stream", 5.6),
-        (1024, "stream", 8.5),
-        (512, "resident", 20.5),
-        (1024, "resident", 23.4),
+        (EAGER, 512, "stream", 5.6),
+        (EAGER, 1024, "stream", 8.5),
+        (EAGER, 512, "resident", 20.5),
+        (EAGER, 1024, "resident", 23.4),
+        (COMPILED, 512, "stream", 6.2),
+        (COMPILED, 1024, "stream", 9.1),
+        (COMPILED, 512, "resident", 21.1),
+        (COMPILED, 1024, "resident", 24.1),
+        (FP8, 512, "stream", 5.4),
+        (FP8, 1024, "stream", 8.6),
+        (FP8, 512, "resident", 20.4),
+        (FP8, 1024, "resident", 23.6),
     ],
 )
-def test_the_training_step_is_estimated_within_five_percent_of_measured_peaks(
-    resolution: int, placement: str, measured_gib: float
+def test_the_training_step_is_estimated_within_seven_percent_of_measured_peaks(
+    compute: Compute, resolution: int, placement: str, measured_gib: float
 ) -> None:
     """Peaks of a prototype of this step on one H200, rank 16 on all linears of Flux.2-dev.
 
@@ -203,9 +217,9 @@ def test_the_training_step_is_estimated_within_five_percent_of_measured_peaks(
         if placement == "stream"
         else resident(work.base, "resident", 3)
     )
-    ours = tensor_bytes(training_step(work, holding))
+    ours = tensor_bytes(training_step(work, holding, compute))
     as_prototype = ours - (14 - 6) * work.num_adapter_elements
-    assert as_prototype / GIB == pytest.approx(measured_gib, rel=0.05)
+    assert as_prototype / GIB == pytest.approx(measured_gib, rel=0.07)
 
 
 def test_block_inputs_are_tokens_times_width_for_every_block() -> None:

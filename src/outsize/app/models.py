@@ -21,8 +21,8 @@ from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings,
 if TYPE_CHECKING:
     from outsize.app.parts import Part
     from outsize.devices.protocol import Device
-    from outsize.plan.estimate import Holding
     from outsize.plan.plan import Plan
+    from outsize.plan.pools import Holding
     from outsize.weights.packet import Packet
 
 _WITHOUT_BLOCKS = "resident"  # a model without blocks has nothing to place

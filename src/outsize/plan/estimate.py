@@ -21,12 +21,9 @@ from outsize.plan.pools import (
     context,
     host,
     outside,
-    resident,
     rest,
 )
 from outsize.plan.work import Work
-
-__all__ = ["Holding", "Item", "Phase", "resident", "sampling", "training_step", "training_update"]
 
 # Numbers that enter and leave a block's linears, times this, is what the block takes while it is recomputed and
 # differentiated. Autograd keeps the inputs and outputs once, further q and k after their norms and the products of gates;

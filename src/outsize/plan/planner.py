@@ -176,10 +176,11 @@ def _compute(recipe: Recipe, machine: MachineProfile, rates: Rates, *, has_trito
 
 def _missing(outcome: Outcome, budget: Budget) -> str:
     """What there would have to be more of."""
-    lacks = {
+    lacks: dict[str, int] = {
         "on the device": outcome.device_bytes - (budget.device_bytes or 0),
         "of RAM": outcome.host_bytes - budget.host_bytes,
-        "of RAM that may be pinned": outcome.pinned_bytes - budget.pinned_bytes,
     }
+    if budget.pinned_bytes < budget.host_bytes:
+        lacks["of RAM that may be pinned"] = outcome.pinned_bytes - budget.pinned_bytes
     told = [f"{format_bytes(size)} more {where}" for where, size in lacks.items() if size > 0]
     return f"{', '.join(told)} would be needed"

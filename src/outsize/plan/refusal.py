@@ -97,7 +97,7 @@ def _shortages(plan: Plan, recipe: Recipe) -> Iterator[str]:
         made_of = _made_of(fullest, "host", recipe)
         yield f"{fullest.name} needs {need} of RAM, {free} are free for it. {made_of}"
     pinned = max(phase.total("pinned") for phase in plan.phases)
-    if pinned > budget.pinned_bytes:
+    if budget.pinned_bytes < min(pinned, budget.host_bytes):
         need, free = format_bytes(pinned), format_bytes(budget.pinned_bytes)
         yield f"{need} of RAM are to be pinned, {machine.os} lets {free} be."
 
