@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from prepare_support import (
 )
 from safetensors.torch import load_file, save_file
 
+from outsize.app import _encoding as encoding
 from outsize.app import prepare as subject
 from outsize.app.prepare import prepare_store
 from outsize.app.wanted import Wanted, known_key, store_key, store_name, wanted
@@ -41,9 +43,11 @@ from outsize.base.journal import read_journal
 from outsize.base.table import ShapeTable
 from outsize.families.protocol import FAMILIES
 from outsize.formats._packing import Packing
-from outsize.weights.budget import smallest_budget
+from outsize.weights import pieces
+from outsize.weights.budget import Shares, smallest_budget
 from outsize.weights.conveyor import Conveyor
 from outsize.weights.identity import LEDGER_NAME
+from outsize.weights.lanes import Lanes
 from outsize.weights.readahead import read_ahead
 from outsize.weights.source import Source
 from outsize.weights.store import MANIFEST, Store, open_store
@@ -95,6 +99,12 @@ def parts_in(store: Store) -> dict[str, torch.Tensor]:
     return {key: part for key, part in loaded.items() if not key.startswith("__pad__")}
 
 
+def read_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make windows so small that tiny tensors take several, and slabs so few that they are used again."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(encoding, "share_out", lambda *_, **__: Shares(3, 2000, 4000))
+
+
 # ---------------------------------------------------------------- the result
 
 
@@ -103,15 +113,14 @@ def parts_in(store: Store) -> dict[str, torch.Tensor]:
     [("plain", {}), ("nf4", {}), ("nf4", {"group": 32, "scales": "double"}), ("int4", {})],
 )
 def test_prepare_equals_encoding_whole_tensors(
-    tmp_path: Path, name: str, options: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
-    """The budget is the smallest, so that every tensor is read in windows of few rows."""
+    """Every tensor is read in windows of few rows."""
+    read_few_rows(monkeypatch)
     packing = packing_for(TABLE, name, **options)
     tensors = tensors_of(TABLE)
     save_file(in_layout(LAYOUTS[1], tensors), tmp_path / "x.safetensors")
-    parts = {spec.name: packing.parts(spec.name) for spec in TABLE}
-    budget = smallest_budget(TABLE, parts)
-    store = prepare(tmp_path / "x.safetensors", tmp_path / "s", TABLE, packing, budget_bytes=budget)
+    store = prepare(tmp_path / "x.safetensors", tmp_path / "s", TABLE, packing)
     expected = {}
     for spec in TABLE:
         encoder = packing.formats[spec.name].encoder(spec.shape)
@@ -597,6 +606,63 @@ def test_an_error_on_a_conveyor_reaches_the_one_who_puts() -> None:
         conveyor.put(partial(done.append, 1))
         done.append(1 // 0)
     assert not done, "what waits is dropped"
+
+
+class PretendedCard(Lanes):
+    """A card whose memory is the host's: twins of their own, marks that can be checked, copies through staging."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.has_queues = True
+        self.marks = 0
+        self.waited: list[Any] = []
+        self.threads: set[int] = set()
+
+    @contextmanager
+    def lane(self, after: Any = None) -> Iterator[None]:
+        self.waited.append(after)
+        self.threads.add(threading.get_ident())
+        yield
+
+    def mark(self) -> Any:
+        self.marks += 1
+        return self.marks
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), 251, dtype=torch.uint8)
+
+    def peak_bytes(self) -> int:
+        return 77
+
+
+@pytest.mark.parametrize("name", ["nf4", "plain"])
+def test_on_a_card_rows_go_through_twins_and_parts_through_staging_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What a card adds to the work, without one: nothing is encoded from, or written from, the wrong memory."""
+    checkpoint = save_checkpoint(tmp_path / "x.safetensors", TABLE)
+    packing = packing_for(TABLE, name)
+    plain = prepare(checkpoint, tmp_path / "plain", TABLE, packing)
+    cards: list[PretendedCard] = []
+
+    def card(device: torch.device) -> PretendedCard:
+        cards.append(PretendedCard(device))
+        return cards[-1]
+
+    monkeypatch.setattr(encoding, "Lanes", card)
+    monkeypatch.setattr(encoding, "_STAGING_BYTES", 100)
+    read_few_rows(monkeypatch)
+    store = prepare(
+        checkpoint, tmp_path / "card", TABLE, packing, journal=tmp_path / "journal.jsonl"
+    )
+    found, expected = parts_in(store), parts_in(plain)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    (used,) = cards
+    appended = [mark for mark in used.waited if mark is not None]
+    assert len(appended) == len(set(appended)), "each copy waits for a mark of its own"
+    assert len(used.threads) > 1
+    assert list(read_journal(tmp_path / "journal.jsonl"))[-1]["peak_device_bytes"] == 77
 
 
 # ---------------------------------------------------------------- memory and time, in a process of their own

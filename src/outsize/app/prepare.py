@@ -251,7 +251,7 @@ def _keep(
     """
     stated = writer.keep_complete()
     names = [name for sources in stated.values() for name in sources]
-    found = source_digests(one.mapped, names)
+    found = source_digests(one.mapped, names, max_slabs=job.shares.num_slabs)
     kept: set[int | None] = set()
     digests: dict[str, str] = {}
     for block, sources in stated.items():

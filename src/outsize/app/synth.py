@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -100,23 +101,45 @@ def synthesise(
     total = sum(one.tensor.num_bytes for several in tensors.values() for one in several)
     _require_room(path, total)
     values = _Values(seed, device.torch_device)
-    written = []
-    for model in models:
-        chosen = {one.tensor: one.spec for one in tensors[model.label]}
-        files = write_checkpoint(
-            model.folder,
-            model.published.stem,
-            list(chosen),
-            lambda piece, chosen=chosen: values.fill(piece, chosen[piece.tensor]),  # type: ignore[misc]
-            shard_bytes=shard_bytes,
-            num_threads=min(MAX_THREADS, os.cpu_count() or 1),
-            progress=_told(on_progress, model.label),
-        )
-        write_json_atomically(model.folder / "config.json", model.published.config_json)
-        num_bytes = sum(one.num_bytes for one in chosen)
-        written.append(Written(model.label, files, num_bytes))
+    with _single_threaded():
+        written = [
+            _write(model, tensors[model.label], values, shard_bytes, on_progress)
+            for model in models
+        ]
     _join(models, path)
     return written
+
+
+def _write(
+    model: Model,
+    tensors: Sequence[_Named],
+    values: _Values,
+    shard_bytes: int,
+    on_progress: Callable[[str, int, int], None] | None,
+) -> Written:
+    specs = {one.tensor: one.spec for one in tensors}
+    files = write_checkpoint(
+        model.folder,
+        model.published.stem,
+        list(specs),
+        lambda piece: values.fill(piece, specs[piece.tensor]),
+        shard_bytes=shard_bytes,
+        num_threads=min(MAX_THREADS, os.cpu_count() or 1),
+        progress=_told(on_progress, model.label),
+    )
+    write_json_atomically(model.folder / "config.json", model.published.config_json)
+    return Written(model.label, files, sum(one.num_bytes for one in specs))
+
+
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Keep torch from using all cores for each of our threads, which are as many already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +190,7 @@ class _Values:
             made = self._buffer("made", torch.float32, PIECE_BYTES // 2)[:count]
             with self._lanes.lane():
                 made.normal_(0, STANDARD_DEVIATION, generator=self._generator(piece))
-                out.copy_(made.to(dtype))
+                out.copy_(made.to(dtype) if self._lanes.has_queues else made)
         return out.view(torch.uint8).numpy().data
 
     def _buffer(

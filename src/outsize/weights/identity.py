@@ -98,14 +98,21 @@ def fingerprint(
 
 
 def source_digests(
-    mapped: MappedSource, names: Iterable[str], progress: OnProgress | None = None
+    mapped: MappedSource,
+    names: Iterable[str],
+    progress: OnProgress | None = None,
+    *,
+    max_slabs: int = MAX_THREADS,
 ) -> dict[str, str]:
-    """The digest of each of some tensors, by reading them with several threads; no torch."""
+    """The digest of each of some tensors, by reading them with several threads; no torch.
+
+    Memory: max_slabs slabs at most, each of one piece, which is PIECE_BYTES or one row.
+    """
     names = tuple(names)
     total = sum(mapped.tensor_bytes(name) for name in names)
-    slab_bytes = max((2 * PIECE_BYTES, *(mapped.row_bytes(name) for name in names)))
-    num_threads = num_readers()
-    slabs = [memoryview(bytearray(slab_bytes)) for _ in range(num_threads + 2)]
+    slab_bytes = max((PIECE_BYTES, *(mapped.row_bytes(name) for name in names)))
+    num_slabs = min(num_readers(), max_slabs)
+    slabs = [memoryview(bytearray(slab_bytes)) for _ in range(num_slabs)]
     windows = (one for name in names for one in windows_of_tensor(mapped, name, slab_bytes))
 
     def fill(window: RowWindow, slab: int) -> bytes:
@@ -115,9 +122,7 @@ def source_digests(
 
     pieces = {name: bytearray() for name in names}
     done = 0
-    for window, _, found in read_ahead(
-        windows, fill, num_slabs=len(slabs), num_threads=num_threads
-    ):
+    for window, _, found in read_ahead(windows, fill, num_slabs=num_slabs, num_threads=num_slabs):
         pieces[window.name] += found
         done += window.num_bytes
         if progress is not None:
