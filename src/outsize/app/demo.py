@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,16 @@ class _Prompt:
     background: str
 
 
-def write_recipe(folder: Path, *, seed: int) -> Path:
-    """The demo's recipe as a YAML file that users can read, change and train themselves."""
+def write_recipe(folder: Path, *, seed: int, changes: Mapping[str, Any] | None = None) -> Path:
+    """The demo's recipe as a YAML file that users can read, change and train themselves.
+
+    changes: of its train section.
+    """
     values = yaml.safe_load(teaching.RECIPE.read_text(encoding="utf-8"))
     values["base"]["source"] = str(teaching.BASE)
     subject, others = values["data"]["sets"]
     subject["folder"], others["folder"] = str(teaching.CATS), str(teaching.OTHERS)
-    values["train"]["seed"] = seed
+    values["train"] |= {**(changes or {}), "seed": seed}
     number = 1 + sum(1 for _ in (folder / "runs").glob("cats-*"))
     values["name"] = f"cats-{number:03d}"
     values["cache"] = "cache"
@@ -88,14 +91,15 @@ def run_demo(
     watch: Callable[[Site, StepReport], None],
     *,
     seed: int = 0,
+    changes: Mapping[str, Any] | None = None,
     started: float | None = None,
 ) -> DemoResult:
     """Train the demo's recipe in `folder` and score it.
 
-    started: time.perf_counter() when the process began its work, so that imports are counted.
+    changes: of the recipe's train section. started: time.perf_counter() when the process began its work, so that imports are counted.
     """
     began = time.perf_counter() if started is None else started
-    recipe = load_recipe(write_recipe(folder, seed=seed))
+    recipe = load_recipe(write_recipe(folder, seed=seed, changes=changes))
     run = RunFolder(recipe.run_folder())
     plan = plan_here(recipe, device_kind=device.kind)
     plan.require_fit()

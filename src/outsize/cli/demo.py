@@ -28,6 +28,14 @@ def demo(
     ] = Path("outsize-demo"),
     seed: Annotated[int, typer.Option("--seed", help="Seed of the training.")] = 0,
     device: DeviceOption = None,
+    arithmetic: Annotated[
+        str | None,
+        typer.Option(
+            "--arithmetic",
+            help="Products with the frozen matrices, as train.arithmetic in a recipe; left out: as planned.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object as the last line.")
     ] = False,
@@ -40,8 +48,17 @@ def demo(
     from outsize.cli.train import show_step
     from outsize.devices.protocol import open_device
 
+    changes = {} if arithmetic is None else {"arithmetic": arithmetic}
     with open_progress() as progress:
-        result = run_demo(out, open_device(device), progress, show_step, seed=seed, started=started)
+        result = run_demo(
+            out,
+            open_device(device),
+            progress,
+            show_step,
+            seed=seed,
+            changes=changes,
+            started=started,
+        )
     _print_result(result)
     if as_json:
         print(json.dumps(to_json(result)))
