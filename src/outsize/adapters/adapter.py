@@ -2,6 +2,8 @@
 
 Attachment goes by the shape table, not by name patterns: the roles asked for give a list of modules, and PEFT must match
 exactly these. Initial values come from a generator per tensor, so they do not depend on order, device or placement.
+
+PEFT is imported when an adapter is made: importing it takes seconds, in which the base's blocks are read already.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from outsize.base.errors import AdapterError
 from outsize.base.table import ShapeTable
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 NAME = "default"  # PEFT's own name for the first adapter
 
@@ -41,6 +45,8 @@ class Adapter:
     """
 
     def __init__(self, module: nn.Module, table: ShapeTable, shape: AdapterShape) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
         self.shape = shape
         self.paths = tuple(spec.module for spec in table.linears(shape.roles))
         if not self.paths:
@@ -120,6 +126,8 @@ class Adapter:
 
 
 def _lora_layer(module: nn.Module, path: str) -> LoraLayer:
+    from peft.tuners.lora import LoraLayer
+
     layer = module.get_submodule(path)
     if not isinstance(layer, LoraLayer):
         raise AdapterError(f"PEFT attached nothing to {path}, a {type(layer).__name__}")
