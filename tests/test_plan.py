@@ -661,12 +661,65 @@ def test_plan_prints_tables_and_exits_with_zero(
         "--ram",
         "32GiB",
         "--gpu",
-        "Card Z",
+        "rtx 4090",
     ]
     assert main(["plan", *arguments]) == 0
     said = capsys.readouterr().out
-    for part in ("on Card Z; 24.0 GiB", "by phase", "block inputs", "placement: stream", "on disk"):
+    parts = (
+        "on RTX 4090; 24.0 GiB",
+        "by phase",
+        "page cache",
+        "block inputs",
+        "placement: stream",
+        "on disk",
+        "first start: compiling",
+        "bound by arithmetic",
+        "first touch of RAM",
+    )
+    for part in parts:
         assert part in said
+
+
+def test_a_card_by_name_brings_its_memory_and_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stated rates are said to be stated; a card that nobody knows is an error with near names."""
+    path = str(write_recipe(tmp_path))
+    rates = ["--disk-rate", "500MB/s", "--bus-rate", "6GB"]
+    assert main(["plan", path, "--gpu", "RTX 5090", "--ram", "64GiB", *rates, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["machine"]["vram_bytes"] == 32 * GIB
+    assert value["rates"]["origins"]["matmul_flops"] == "table"
+    for name, rate in (("disk_read_bytes_per_s", 5e8), ("bus_bytes_per_s", 6e9)):
+        assert value["rates"][name] == rate
+        assert value["rates"]["origins"][name] == "stated"
+    assert value["seconds"]["training"] > 1000 * value["seconds"]["step"]["seconds"]
+    assert main(["plan", path, "--gpu", "RTX 509"]) == 2
+    assert "did you mean 'RTX 5090'?" in capsys.readouterr().err
+
+
+def test_a_name_that_does_not_exist_is_told_with_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As every other fault of a recipe is."""
+    path = tmp_path / "cat.yaml"
+    path.write_text(
+        "name: cat\n"
+        "base:\n"
+        "  family: flux2\n"
+        "  variant: devv\n"
+        "  source: nowhere/nothing\n"
+        "data:\n"
+        "  sets: [{folder: none}]\n"
+        "train:\n"
+        "  arithmetic: fp9\n",
+        encoding="utf-8",
+    )
+    assert main(["plan", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{path}: 2 faults" in said
+    assert "line 4: base.variant: flux2 has no variant 'devv'; did you mean 'dev'?" in said
+    assert "line 9: train.arithmetic: no arithmetic is called 'fp9'; did you mean 'fp8'?" in said
 
 
 def test_a_refusal_is_printed_with_the_plan_and_exits_with_four(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outsize.base.errors import SourceError
 from outsize.data.manifest import PICTURE_EXTENSIONS
-from outsize.devices._profile import MachineProfile, limited, read_machine, stated
-from outsize.devices._rates import rates_folder, rates_of
+from outsize.devices._profile import MachineProfile, limited, read_machine
+from outsize.devices._profile import stated as stated_machine
+from outsize.devices._rates import rates_folder, rates_of, stated_rates
 from outsize.plan.plan import Plan
 from outsize.plan.planner import make_plan
 from outsize.recipes.recipe import Recipe
@@ -44,18 +46,21 @@ def machine_here(cache: Path, *, device_kind: str | None = None) -> MachineProfi
     machine = read_machine(cache)
     if device_kind != CPU:
         return machine
-    cpu = stated(vram_bytes=0, ram_bytes=None, gpu=None, base=machine)
+    cpu = stated_machine(vram_bytes=0, ram_bytes=None, gpu=None, base=machine)
     return replace(cpu, is_stated=False)
 
 
-def plan_for(recipe: Recipe, machine: MachineProfile) -> Plan:
-    """The recipe's plan on a machine, with the rates that are known of it."""
+def plan_for(
+    recipe: Recipe, machine: MachineProfile, stated: Mapping[str, float] | None = None
+) -> Plan:
+    """The recipe's plan on a machine, with the rates that are known of it. stated: rates that a person knows better."""
+    rates = rates_of(machine, folder=rates_folder())
     return make_plan(
         recipe,
         machine,
         num_pictures=count_pictures(recipe),
-        rates=rates_of(machine, folder=rates_folder()),
-        has_triton=has_triton(),
+        rates=stated_rates(rates, **(stated or {})),
+        has_triton=machine.is_stated or has_triton(),
     )
 
 

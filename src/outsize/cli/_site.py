@@ -47,6 +47,14 @@ VramLimitOption = Annotated[
         show_default=False,
     ),
 ]
+HostRamOption = Annotated[
+    str | None,
+    typer.Option(
+        "--host-ram",
+        help="RAM that there is, as in 64GiB, where the system tells of less than it will give.",
+        show_default=False,
+    ),
+]
 DEFAULT_RAM = "2GiB"
 
 
@@ -66,7 +74,10 @@ def recipe_and_run(path: Path) -> tuple[Recipe, RunFolder]:
             )
         text = run.recipe.read_text(encoding="utf-8")
         return recipe_from_json(json.loads(text), origin=str(run.recipe)), run
+    from outsize.plan.names import check_names
+
     recipe = load_recipe(path)
+    check_names(recipe, origin=str(path))
     return recipe, RunFolder(recipe.run_folder())
 
 
@@ -79,6 +90,7 @@ def open_site(
     device: str | None,
     offline: bool,
     vram_limit: str | None = None,
+    host_ram: str | None = None,
     must_fit: bool = True,
     waypoints: Waypoints | None = None,
 ) -> Iterator[Site]:
@@ -92,7 +104,7 @@ def open_site(
 
     waypoints = waypoints or Waypoints()
     limit = limit_bytes(vram_limit)
-    plan = plan_here(recipe, device_kind=device, vram_limit=limit)
+    plan = plan_here(recipe, device_kind=device, vram_limit=limit, ram_bytes=limit_bytes(host_ram))
     if must_fit:
         plan.require_fit()
     waypoints.mark("planned")
@@ -129,7 +141,7 @@ def open_site(
 
 
 def limit_bytes(text: str | None) -> int | None:
-    """What --vram-limit says."""
+    """What --vram-limit or --host-ram says."""
     from outsize.base.units import parse_bytes
 
     return None if text is None else parse_bytes(text)

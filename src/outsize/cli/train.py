@@ -11,6 +11,7 @@ from outsize.base.waypoints import Waypoints
 from outsize.cli._site import (
     DEFAULT_RAM,
     DeviceOption,
+    HostRamOption,
     OfflineOption,
     RamOption,
     RecipeArgument,
@@ -37,6 +38,7 @@ def train(
     ram: RamOption = DEFAULT_RAM,
     device: DeviceOption = None,
     vram_limit: VramLimitOption = None,
+    host_ram: HostRamOption = None,
     offline: OfflineOption = False,
 ) -> int:
     """Train a recipe, from its newest checkpoint if there is one. Ctrl-C saves and stops."""
@@ -53,6 +55,7 @@ def train(
         device=device,
         offline=offline,
         vram_limit=vram_limit,
+        host_ram=host_ram,
         waypoints=waypoints,
     ) as site:
         from outsize.app.train import train as train_site

@@ -13,9 +13,9 @@ from typing import Any
 
 from outsize.devices._profile import MachineProfile
 from outsize.devices._rates import COMPUTE_TYPE, Rates, find_card, first_capability, vendor_of
+from outsize.plan.names import AUTO
 from outsize.recipes.recipe import Recipe
 
-ANY = "auto"  # the planner chooses among the arithmetics
 _EVERYWHERE = COMPUTE_TYPE
 _VERIFIED = "nvidia"  # whose cards compiling and 8-bit products were run on
 
@@ -43,7 +43,7 @@ def choose_arithmetic(
 ) -> tuple[str, str]:
     """The arithmetic and the reason. proven: those in which training this family was shown to be as good."""
     asked = recipe.train.arithmetic
-    if asked != ANY:
+    if asked != AUTO:
         return asked, "asked for by the recipe"
     if not machine.has_gpu:
         return _EVERYWHERE, "a processor computes in fp32"

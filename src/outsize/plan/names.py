@@ -1,4 +1,4 @@
-"""Names in a recipe that only the catalogues can judge: family, variant, formats, slots, optimizer, placement.
+"""Names in a recipe that only the catalogues can judge: family, variant, formats, slots, optimizer, arithmetic, placement.
 
 Recipes rank below the plug-ins, so they cannot know these names; plan can. Nothing here imports torch: catalogues list
 files, and families and formats import without it.
@@ -7,8 +7,11 @@ files, and families and formats import without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
+from outsize.arithmetic.protocol import ARITHMETICS
 from outsize.base.catalogue import Catalogue, nearest
 from outsize.base.errors import RecipeError
 from outsize.families.protocol import FAMILIES, BaseFamily, Component, without_depth
@@ -16,11 +19,11 @@ from outsize.formats.protocol import make_format
 from outsize.placement.protocol import PLACEMENTS
 from outsize.recipes.load import raise_faults
 from outsize.recipes.recipe import Recipe
-from outsize.recipes.yaml_tree import Fault
+from outsize.recipes.yaml_tree import Fault, parse_tree
 
-# Names only: train is of plan's own rank, and its plug-ins import torch.
-_OPTIMIZERS = Catalogue("outsize.train.optimizers", "optimizer")
-AUTO = "auto"  # the planner chooses among the placements
+# By name, since train is of plan's own rank; asked for names and for the size of their state, which need no torch.
+OPTIMIZERS = Catalogue("outsize.train.optimizers", "optimizer")
+AUTO = "auto"  # the planner chooses
 
 
 def base_family(name: str) -> BaseFamily:
@@ -52,11 +55,12 @@ def check_variant(family: str, variant: str) -> BaseFamily:
 
 
 def check_names(recipe: Recipe, *, origin: str = "recipe") -> None:
-    """Check every name of a plug-in that a recipe uses.
+    """Check every name of a plug-in that a recipe uses. origin: the recipe's file, whose lines are then named.
 
     Raises: RecipeError that lists all faults at once, each with the nearest real name.
     """
-    raise_faults(_faults(recipe), origin=origin)
+    faults = list(_faults(recipe))
+    raise_faults(_with_lines(faults, Path(origin)) if faults else (), origin=origin)
 
 
 def components_of(recipe: Recipe) -> tuple[Component, ...]:
@@ -71,23 +75,37 @@ def _faults(recipe: Recipe) -> Iterator[Fault]:
         if choice.format is not None:
             where = f"base.components.{slot}.format"
             yield from _fault(where, make_format, choice.format.name, choice.format.options)
-    variant_faults = list(_fault("base.family", check_variant, base.family, base.variant))
+    family_faults = list(_fault("base.family", base_family, base.family))
+    yield from family_faults
+    variant_faults = (
+        []
+        if family_faults
+        else list(_fault("base.variant", check_variant, base.family, base.variant))
+    )
     yield from variant_faults
-    if not variant_faults:
+    if not family_faults and not variant_faults:
         slots = {component.slot for component in components_of(recipe)}
         for slot in sorted(base.components.keys() - slots):
             yield Fault(None, f"base.components.{slot}", f"no such part; {nearest(slot, slots)}")
-    if recipe.train.optimizer not in _OPTIMIZERS.names():
-        hint = nearest(recipe.train.optimizer, _OPTIMIZERS.names())
-        yield Fault(
-            None, "train.optimizer", f"no optimizer is called {recipe.train.optimizer!r}; {hint}"
-        )
-    kinds = {AUTO, *PLACEMENTS.names()}
-    if recipe.placement.kind not in kinds:
-        hint = nearest(recipe.placement.kind, kinds)
-        yield Fault(
-            None, "placement.kind", f"no placement is called {recipe.placement.kind!r}; {hint}"
-        )
+    yield from _unknown("train.optimizer", OPTIMIZERS, recipe.train.optimizer)
+    yield from _unknown("train.arithmetic", ARITHMETICS, recipe.train.arithmetic, AUTO)
+    yield from _unknown("placement.kind", PLACEMENTS, recipe.placement.kind, AUTO)
+
+
+def _unknown(where: str, catalogue: Catalogue, name: str, *others: str) -> Iterator[Fault]:
+    """The fault of a name that no plug-in has; it is not loaded. others: words that are no plug-in's, and are allowed."""
+    known = {*catalogue.names(), *others}
+    if name not in known:
+        yield Fault(None, where, f"no {catalogue.noun} is called {name!r}; {nearest(name, known)}")
+
+
+def _with_lines(faults: list[Fault], file: Path) -> list[Fault]:
+    """The faults with the lines at which a recipe's file speaks of them, if there is such a file."""
+    try:
+        tree = parse_tree(file.read_bytes().decode("utf-8-sig"), file=str(file))
+    except OSError:
+        return faults
+    return [replace(fault, line=tree.line_of(tuple(fault.where.split(".")))) for fault in faults]
 
 
 def _fault(where: str, check: Callable[..., object], *arguments: object) -> Iterator[Fault]:

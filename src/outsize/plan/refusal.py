@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outsize.base.units import format_bytes
-from outsize.plan.compute import ANY
-from outsize.plan.names import AUTO, components_of
+from outsize.plan.names import AUTO, OPTIMIZERS, components_of
 from outsize.plan.plan import Plan
 from outsize.plan.pools import Phase
+from outsize.plan.work import state_bytes
 from outsize.recipes.recipe import Recipe
 
-_SMALL_STATE = "adamw8bit"
 _SIDES = (1024, 768, 512, 384, 256)
 _GROUPS = {
     "Base": (
@@ -149,7 +148,7 @@ def _remedy(plan: Plan, recipe: Recipe, draft: Draft) -> str:
 def _levers(plan: Plan, recipe: Recipe) -> Iterator[list[Change]]:
     """Changes in the order of what they cost, each from the mildest to the strongest."""
     if plan.compute_fault is not None:
-        yield [Change((("train.arithmetic", ANY),))]
+        yield [Change((("train.arithmetic", AUTO),))]
     yield from _placement_levers(recipe)
     if recipe.train.compile is True:
         yield [Change((("train.compile", None),))]
@@ -189,8 +188,13 @@ def _rounding_levers(recipe: Recipe) -> Iterator[list[Change]]:
         if component.kind == "text" and chosen != recipe.base.format:
             path = f"base.components.{component.slot}.format"
             yield [Change(((path, recipe.base.format.model_dump()),))]
-    if train.optimizer != _SMALL_STATE:
-        yield [Change((("train.optimizer", _SMALL_STATE),))]
+    smallest = min(OPTIMIZERS.names(), key=_state_bytes)
+    if _state_bytes(smallest) < _state_bytes(train.optimizer):
+        yield [Change((("train.optimizer", smallest),))]
+
+
+def _state_bytes(optimizer: str) -> int:
+    return state_bytes(optimizer, 1 << 20)
 
 
 def _peak(plan: Plan) -> str:

@@ -35,8 +35,9 @@ def headline(plan: Plan) -> str:
 
 
 def tables(plan: Plan) -> tuple[Table, ...]:
-    """Phases, owners of the training step, the disk, and seconds."""
-    return phase_table(plan), owner_table(plan), disk_table(plan), time_table(plan)
+    """Phases, owners of the training step, the disk, seconds, and the rates behind them."""
+    bytes_ = (phase_table(plan), owner_table(plan), disk_table(plan))
+    return (*bytes_, time_table(plan), rate_table(plan))
 
 
 def phase_table(plan: Plan) -> Table:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
 from outsize.base.errors import RecipeError
 from outsize.families.protocol import FAMILIES, BaseFamily, ImageCodec
-from outsize.plan.names import check_names
+from outsize.plan.names import OPTIMIZERS, check_names
 from outsize.plan.sizes import ModelSizes, adapter_elements, model_sizes
 from outsize.recipes.recipe import Recipe, rest_format
 
-# Bytes of optimiser state per trainable number where it is not two fp32 moments: two bytes and two fp32 scales for every
-# 256 numbers; bitsandbytes keeps tensors below 4096 numbers in fp32.
-_STATE_BYTES = {"adamw8bit": 2 + 2 * 4 / 256}
-_FP32_STATE_BYTES = 8
-_SMALLEST_8BIT = 4096
 # Pictures smaller than this are sampled and decoded several at a time, as many as make up its pixels.
 _PIXELS_TOGETHER = 512 * 512
 
@@ -119,7 +115,10 @@ def work_of(recipe: Recipe, *, has_gpu: bool, num_pictures: int | None = None) -
             for number in range(len(sizes.blocks))
         ),
         optimizer=recipe.train.optimizer,
-        optimizer_bytes=sum(state_bytes(recipe.train.optimizer, size) for _, size in tensors),
+        optimizer_bytes=sum(
+            count * state_bytes(recipe.train.optimizer, size)
+            for size, count in Counter(size for _, size in tensors).items()
+        ),
         num_checkpoints=min(
             recipe.checkpoints.keep, math.ceil(recipe.train.steps / recipe.checkpoints.every)
         ),
@@ -128,9 +127,8 @@ def work_of(recipe: Recipe, *, has_gpu: bool, num_pictures: int | None = None) -
 
 
 def state_bytes(optimizer: str, elements: int) -> int:
-    """State of one adapter tensor; two fp32 moments unless the optimiser is known to keep less."""
-    each = _STATE_BYTES.get(optimizer, _FP32_STATE_BYTES)
-    return math.ceil(elements * (_FP32_STATE_BYTES if elements < _SMALLEST_8BIT else each))
+    """State of one adapter tensor, as the optimiser's plug-in tells."""
+    return int(OPTIMIZERS.load(optimizer).state_bytes(elements))
 
 
 def _conditioners(recipe: Recipe, family: BaseFamily) -> tuple[Conditioner, ...]:

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from outsize.train.optimizers.protocol import OptimizerSettings
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-def plugin(masters: Sequence[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """AdamW over fp32 masters."""
-    return torch.optim.AdamW(
-        masters,
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+_MOMENTS_BYTES = 2 * 4  # two moments in fp32
+
+
+class AdamW:
+    """The plug-in."""
+
+    def state_bytes(self, elements: int) -> int:
+        return _MOMENTS_BYTES * elements
+
+    def __call__(
+        self, masters: Sequence[nn.Parameter], settings: OptimizerSettings
+    ) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.AdamW(
+            masters,
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+
+plugin = AdamW()

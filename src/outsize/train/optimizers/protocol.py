@@ -1,7 +1,7 @@
-"""What an optimiser plug-in is: a function from fp32 masters and settings to a torch optimiser.
+"""What an optimiser plug-in is: a callable from fp32 masters and settings to a torch optimiser, that knows its state's size.
 
-A plug-in file binds `plugin` to that function. Its state must consist of tensors and plain numbers, so that a
-checkpoint can hold it exactly in safetensors.
+A plug-in file binds `plugin` to it and imports torch only when called: plans ask for sizes. Its state must consist of
+tensors and plain numbers, so that a checkpoint can hold it exactly in safetensors.
 """
 
 from __future__ import annotations
@@ -34,4 +34,8 @@ class OptimizerFactory(Protocol):
 
     def __call__(
         self, masters: Sequence[nn.Parameter], settings: OptimizerSettings
-    ) -> torch.optim.Optimizer: ...
+    ) -> torch.optim.Optimizer:
+        """The optimiser over these masters: one flat tensor that holds them all, so it must work number by number."""
+
+    def state_bytes(self, elements: int) -> int:
+        """Bytes of state for one tensor of that many numbers; no torch."""
