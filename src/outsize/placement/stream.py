@@ -35,8 +35,11 @@ class Stream:
     def __init__(self, settings: PlacementSettings) -> None:
         self._settings = settings
         self._sizes = list(settings.sizes)
-        self._tiers: list[Tier] = list(settings.tiers) or [_ONLY_TIER] * len(self._sizes)
-        assert len(self._tiers) == len(self._sizes), "a tier for each block"
+        stated = list(settings.tiers) or [_ONLY_TIER] * len(self._sizes)
+        # a block without bytes has nothing to travel
+        self._tiers: list[Tier] = [
+            tier if size else "device" for tier, size in zip(stated, self._sizes, strict=True)
+        ]
         self._order = [block for block, tier in enumerate(self._tiers) if tier != "device"]
         num_slots = min(max(settings.slots, 1), len(self._order))
         largest = max((self._sizes[block] for block in self._order), default=0)
