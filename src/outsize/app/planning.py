@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outsize.base.errors import SourceError
-from outsize.data.manifest import PICTURE_EXTENSIONS
 from outsize.devices._profile import MachineProfile, limited, read_machine
 from outsize.devices._profile import stated as stated_machine
 from outsize.devices._rates import rates_folder, rates_of, stated_rates
@@ -103,6 +102,8 @@ def count_pictures(recipe: Recipe) -> int | None:
     folders = [one.folder for one in recipe.data.sets if one.folder.is_dir()]
     if not folders:
         return None
+    from outsize.data.manifest import PICTURE_EXTENSIONS  # only now: it brings numpy and pillow
+
     return sum(
         path.suffix.lower() in PICTURE_EXTENSIONS
         for folder in folders

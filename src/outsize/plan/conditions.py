@@ -23,6 +23,8 @@ from outsize.weights.budget import MAX_SLAB_BYTES
 # Widest tensors of an image codec alive at once at full size, in units of its first convolution's output: a residual
 # block holds input, normed, activated and convolved; the decoder runs the last level at twice the channels.
 ENCODE_PLANES, DECODE_PLANES = 6, 10
+# Windows of rows in memory together: eight threads read, one is encoded, one waits.
+PREPARING_SLABS = 10
 
 
 def caching_text(work: Work, part: Conditioner, holding: Holding) -> Phase:
@@ -72,13 +74,19 @@ def _codec(name: str, work: Work, part: Conditioner, planes: int) -> Phase:
 def preparing(work: Work, slot: str) -> Phase:
     """A source read by row windows, encoded, and written block by block; less with a smaller --ram."""
     sizes = work.sizes_of(slot)
-    slab_bytes = min(MAX_SLAB_BYTES, sizes.source_bytes)
+    rows = min(PREPARING_SLABS * MAX_SLAB_BYTES, sizes.source_bytes)
+    parts = 2 * sizes.largest_parts_bytes
+    device = compute_pool(work)
+    on_device = [*context(work)]
+    if work.has_gpu:
+        on_device.append(Item("encoding", device, rows + parts, "rows, and what they become"))
     return Phase(
         f"prepare {slot}",
         (
             Item("program", "private", BASELINE_BYTES[work.has_gpu], "Python with torch"),
-            Item("rows", "private", 2 * slab_bytes, "as read, and a copy being encoded"),
-            Item("packed matrix", "private", sizes.largest_parts_bytes, "until its last row"),
+            Item("rows", "private", rows, "read ahead, and being encoded"),
+            Item("packed matrix", "private", parts, "until its last row, and to be written"),
+            *on_device,
             Item("source files", "cached", sizes.source_bytes, "read once"),
             Item("store files", "cached", sizes.store_bytes, "written once"),
         ),

@@ -18,6 +18,8 @@ from outsize.plan.work import Work
 CONTEXT_S = 1.5
 # Compiling one kind of block for both directions, without and with what an earlier run left.
 COMPILE_S, CACHED_COMPILE_S = 30.0, 5.0
+# Threads that read and hash a store.
+LOADING_THREADS = 8
 # Encoding on a processor, source bytes per second and core: 7.8 s per GB of bf16 on two (docs/performance.md).
 ENCODE_BYTES_PER_S = 64e6
 
@@ -34,23 +36,30 @@ class Part:
 def boot(
     work: Work, step: Phase, compute: Compute, rates: Rates, *, step_s: float, free_bytes: int
 ) -> tuple[Part, ...]:
-    """From process start to the end of the first step, with warm caches. free_bytes: RAM that nothing else takes."""
+    """From process start to the end of the first step, with warm caches. free_bytes: RAM that nothing else takes.
+
+    Loading reads, hashes, makes host memory and copies to the device side by side, so the slowest of them counts.
+    """
     assert step.holding is not None, "the base runs in a training step"
     on_disk = sum(item.num_bytes for item in step.items if item.pool == "disk")
     read = work.base.store_bytes - on_disk
     has_pages = step.host_bytes + work.base.store_bytes <= free_bytes
     rate = rates.staging_bytes_per_s if has_pages else rates.disk_read_bytes_per_s
-    source = "as the system has kept it" if has_pages else "from disk"
-    hashed = rates.hash_bytes_per_s * rates.num_cores
-    to_device = step.total("device") / rates.bus_bytes_per_s if work.has_gpu else 0.0
-    pinned = step.total("pinned")
+    source = "from files that the system still holds" if has_pages else "from disk"
+    threads = min(rates.num_cores, LOADING_THREADS)
+    ways = {
+        f"read {source}": read / rate,
+        f"hashed, {source}": read * (1 / rates.hash_bytes_per_s + 1 / rate) / threads,
+        "host memory touched for the first time": step.total("pinned")
+        / rates.first_touch_bytes_per_s,
+    }
+    if work.has_gpu:
+        ways["copied to the device"] = step.total("device") / rates.bus_bytes_per_s
+    slowest = max(ways, key=lambda name: ways[name])
     parts = [Part("imports", rates.import_s, "torch, diffusers, transformers, peft")]
     if work.has_gpu:
         parts.append(Part("device", CONTEXT_S, "driver context and first kernels"))
-    if pinned:
-        seconds = pinned / rates.first_touch_bytes_per_s
-        parts.append(Part("host memory", seconds, "touched for the first time and pinned"))
-    parts.append(Part("load", max(read / rate, read / hashed, to_device), f"the store, {source}"))
+    parts.append(Part("load", ways[slowest], f"the store, {slowest}"))
     first = CACHED_COMPILE_S * kinds_of_blocks(work.base) if compute.compiles else 0.0
     why = "compiled code from an earlier run, and one step" if first else "one step"
     return (*parts, Part("first step", first + step_s, why))
