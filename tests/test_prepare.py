@@ -523,6 +523,7 @@ def test_blocks_of_an_interrupted_run_are_kept_only_if_they_are_of_these_bytes(
     assert events["prepare_start"]["num_kept"] == (3 if is_changed else 4)
     whole = prepare(checkpoint, tmp_path / "whole", TABLE, packing_for(TABLE))
     assert content_of(store.folder) == content_of(whole.folder)
+    assert [one for one in cache.iterdir() if one.is_dir()] == [store.folder], "nothing torn stays"
     assert key_of(tmp_path) == store.key
 
 

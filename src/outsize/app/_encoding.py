@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from outsize.base.errors import FormatError
 from outsize.formats._packing import Packing
 from outsize.weights.budget import (
-    DEVICE_BYTES,
     Shares,
     is_stored_as_itself,
     share_out,
@@ -59,11 +58,13 @@ class Encoding:
 def plan_encoding(
     mapped: MappedSource,
     packing: Packing,
+    *,
     ram_bytes: int,
     device: torch.device | str,
+    device_bytes: int,
     advance: Callable[[int], None],
 ) -> Encoding:
-    """The work to do within a budget of private host memory, and within DEVICE_BYTES of a card.
+    """The work to do within a budget of private host memory, and one of a card's.
 
     Raises: DoesNotFit naming the smallest budget.
     """
@@ -78,7 +79,7 @@ def plan_encoding(
         row_bytes=max((mapped.row_bytes(spec.name) for spec in table), default=0),
         budget_bytes=ram_bytes,
         max_slabs=_num_readers(lanes) + 2,
-        device_bytes=DEVICE_BYTES if lanes.has_queues else None,
+        device_bytes=device_bytes if lanes.has_queues else None,
     )
     blocks: list[int | None] = [None, *range(table.num_blocks)]
     packets = {block: plan_packet(table.of_block(block), parts) for block in blocks}

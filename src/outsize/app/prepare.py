@@ -28,7 +28,7 @@ from outsize.base.progress import OnProgress
 from outsize.base.table import ShapeTable
 from outsize.base.units import format_bytes
 from outsize.formats._packing import Packing
-from outsize.weights.budget import MemoryWatch, private_bytes
+from outsize.weights.budget import DEVICE_BYTES, MemoryWatch, private_bytes
 from outsize.weights.identity import require_unchanged, source_digests, stamps_of
 from outsize.weights.pieces import fingerprint_of
 from outsize.weights.source import Source
@@ -57,6 +57,7 @@ class How:
 
     ram_bytes: private host memory above what the process holds now. device: where rows are encoded. progress: called
     with (bytes of the source done, bytes in all). on_done: told what it took, unless nothing had to be done.
+    device_bytes: of a card, what may be taken in all; DEVICE_BYTES are at most.
     """
 
     ram_bytes: int
@@ -64,6 +65,7 @@ class How:
     progress: OnProgress | None = None
     journal: Journal | None = None
     on_done: Callable[[Figures], None] | None = None
+    device_bytes: int = DEVICE_BYTES
 
     def note(self, event: str, **values: Any) -> None:
         """Write to the journal, if there is one."""
@@ -80,7 +82,12 @@ def prepare_in_cache(one: Wanted, how: How) -> Store:
     with _lock(one, how):
         key = known_key(one)
         place = one.partial_folder() if key is None else one.folder(key)
-        return _named_by_content(one, prepare_in(one, place, how))
+        store = _named_by_content(one, prepare_in(one, place, how))
+        for (
+            left
+        ) in one.partial_folders():  # of files that are no longer as they were, or of other formats
+            shutil.rmtree(left, ignore_errors=True)
+        return store
 
 
 def _named_by_content(one: Wanted, made: Store) -> Store:
@@ -174,7 +181,14 @@ def _existing(one: Wanted, folder: Path, how: How) -> Store | None:
 def _prepare(one: Wanted, folder: Path, how: How) -> Store:
     began = last = time.monotonic()
     bar = _Bar(one.mapped.num_bytes, how.progress)
-    job = plan_encoding(one.mapped, one.packing, how.ram_bytes, how.device, bar.advance)
+    job = plan_encoding(
+        one.mapped,
+        one.packing,
+        ram_bytes=how.ram_bytes,
+        device=how.device,
+        device_bytes=min(how.device_bytes, DEVICE_BYTES),
+        advance=bar.advance,
+    )
 
     def committed(block: int | None) -> None:
         nonlocal last
@@ -209,7 +223,7 @@ def _prepare(one: Wanted, folder: Path, how: How) -> Store:
         watch.growth_bytes,
         job.lanes.peak_bytes(),
     )
-    how.note("prepare_done", **asdict(figures))
+    how.note("prepare_done", key=store.key, **asdict(figures))
     if how.on_done is not None:
         how.on_done(figures)
     return store
@@ -231,7 +245,7 @@ def _fill(one: Wanted, job: Encoding, writer: StoreWriter, how: How, bar: _Bar) 
         num_kept=len(kept),
         device=str(job.lanes.device),
         **asdict(job.shares),
-        **one.provenance("not known yet"),
+        **one.made,
     )
     digests |= encode_blocks(job, writer, rest)
     require_unchanged(one.mapped, stamps)

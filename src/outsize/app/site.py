@@ -101,6 +101,7 @@ class Site:
             lambda done, total: self.progress.advance(f"prepare {part.slot}", done, total, "B"),
             self.journal,
             lambda figures: self.stores.figures.update({part.slot: figures}),
+            self.device.free_bytes(),
         )
         with self.stages.stage(f"{PREPARE}{part.slot}"):
             return self.stores.prepare(part.slot, how)

@@ -23,6 +23,8 @@ from outsize.weights.mapping import MappedSource
 from outsize.weights.source import Source
 from outsize.weights.store import MANIFEST, STORE_VERSION, read_manifest
 
+_PARTIAL = "partial"
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -40,15 +42,16 @@ class Wanted:
 
     def provenance(self, content: str) -> dict[str, Any]:
         """All that shapes the store's bytes. content: the fingerprint of the source."""
-        return {"source": content, **self._made}
+        return {"source": content, **self.made}
 
     @property
     def maker(self) -> str:
         """Digest of how any source is made into such a store."""
-        return json_digest(self._made)
+        return json_digest(self.made)
 
     @property
-    def _made(self) -> dict[str, Any]:
+    def made(self) -> dict[str, Any]:
+        """What shapes the store's bytes, whatever the source holds."""
         specs = [[s.name, list(s.shape), s.role, s.block, s.is_linear] for s in self.mapped.table]
         return {
             "table": json_digest(specs),
@@ -63,10 +66,12 @@ class Wanted:
 
     def partial_folder(self) -> Path:
         """Where a source whose content is not known is prepared: found again while its files stay as they are."""
-        return (
-            self.cache_root
-            / f"{self.name}-partial-{json_digest([state_key(self.mapped), self.maker])[:16]}"
-        )
+        state = json_digest([state_key(self.mapped), self.maker])
+        return self.cache_root / f"{self.name}-{_PARTIAL}-{state[:16]}"
+
+    def partial_folders(self) -> tuple[Path, ...]:
+        """All unfinished stores of this name."""
+        return tuple(self.cache_root.glob(f"{self.name}-{_PARTIAL}-*"))
 
     def might_exist(self) -> bool:
         """Whether a store is there that was made in the same way, of whatever source."""

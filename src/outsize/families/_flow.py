@@ -30,6 +30,19 @@ def flow_sigmas(num_steps: int, mu: float | None) -> list[float]:
     return [*(float(sigma) for sigma in sigmas.astype(np.float32)), 0.0]
 
 
+def empirical_mu(num_tokens: int, num_steps: int) -> float:
+    """Shift of the Flux.2 schedule, interpolated between fits for 10 and 200 steps.
+
+    Source: compute_empirical_mu in BFL's sampling.py and in diffusers' pipeline_flux2.
+    """
+    at_200 = 0.00016927 * num_tokens + 0.45666666
+    if num_tokens > 4300:
+        return at_200
+    at_10 = 8.73809524e-05 * num_tokens + 1.89833333
+    slope = (at_200 - at_10) / 190.0
+    return slope * num_steps + (at_200 - 200.0 * slope)
+
+
 def scheduler_config(*, is_shifted: bool, **others: Any) -> dict[str, Any]:
     """What the published scheduler_config.json says; others: values of one generation alone."""
     return {

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.families import _bfl
 from outsize.families._specs import Specs, linear, norm
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _WEIGHT = ("weight",)
 
@@ -110,3 +116,11 @@ def _embedders(row: _bfl.Dimensions) -> Specs:
         *linear("x_embedder", width, row.in_channels, "embed"),
         *linear("context_embedder", width, row.joint_width, "embed"),
     )
+
+
+def positions(t: int, h: int, w: int, length: int, *, device: torch.device) -> Tensor:
+    """Position ids (t*h*w*length, 4), int64, the last axis fastest."""
+    import torch
+
+    axes = (torch.arange(size, device=device) for size in (t, h, w, length))
+    return torch.cartesian_prod(*axes)

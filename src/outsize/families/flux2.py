@@ -17,8 +17,14 @@ from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.families._bfl import block_paths
 from outsize.families._build import build_on_meta, row_of
-from outsize.families._flow import check_guidance, exact_time, flow_sigmas, scheduler_config
-from outsize.families._generation2 import SINGLE_FILE, shape_table
+from outsize.families._flow import (
+    check_guidance,
+    empirical_mu,
+    exact_time,
+    flow_sigmas,
+    scheduler_config,
+)
+from outsize.families._generation2 import SINGLE_FILE, positions, shape_table
 from outsize.families.protocol import DEPTH_MARK, Component, Published
 
 if TYPE_CHECKING:
@@ -27,19 +33,6 @@ if TYPE_CHECKING:
 
 # Steps that the undistilled models are sampled with; the shift they are sampled at is the one to train at.
 _TRAINING_STEPS = 50
-
-
-def empirical_mu(num_tokens: int, num_steps: int) -> float:
-    """Shift of the Flux.2 schedule, interpolated between fits for 10 and 200 steps.
-
-    Source: compute_empirical_mu in BFL's sampling.py and in diffusers' pipeline_flux2.
-    """
-    at_200 = 0.00016927 * num_tokens + 0.45666666
-    if num_tokens > 4300:
-        return at_200
-    at_10 = 8.73809524e-05 * num_tokens + 1.89833333
-    slope = (at_200 - at_10) / 190.0
-    return slope * num_steps + (at_200 - 200.0 * slope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +123,7 @@ _TEACHING: dict[str, Any] = {
     "mu": None,  # 36 tokens: it is trained and sampled without a shift
 }
 _BASE: dict[str, Any] = {"num_steps": 50, "guidance": 4.0, "is_true_cfg": True}
+_GUIDED: dict[str, Any] = {"guidance": 4.0, "has_guidance": True, "pipeline": "Flux2Pipeline"}
 _DISTILLED: dict[str, Any] = {"num_steps": 4, "guidance": None}
 
 VARIANTS: dict[str, Variant] = {
@@ -141,23 +135,14 @@ VARIANTS: dict[str, Variant] = {
         text=("mistral3_text", "small-24b"),
         codec="flux2",
         num_steps=50,  # the pipeline's default; the model card calls 28 a good trade-off
-        guidance=4.0,
-        has_guidance=True,
-        pipeline="Flux2Pipeline",
+        **_GUIDED,
     ),
     "klein-4b": Variant(**_KLEIN_4B, **_DISTILLED),
     "klein-9b": Variant(**_KLEIN_9B, **_DISTILLED),
     "klein-base-4b": Variant(**_KLEIN_4B, **_BASE),
     "klein-base-9b": Variant(**_KLEIN_9B, **_BASE),
     "teaching": Variant(**_TEACHING),
-    "tiny": Variant(
-        **_TINY,
-        text=("mistral3_text", "tiny"),
-        num_steps=4,
-        guidance=4.0,
-        has_guidance=True,
-        pipeline="Flux2Pipeline",
-    ),
+    "tiny": Variant(**_TINY, **_GUIDED, text=("mistral3_text", "tiny"), num_steps=4),
     "tiny-klein": Variant(
         **_TINY, text=("qwen3_text", "tiny"), num_steps=4, guidance=4.0, is_true_cfg=True
     ),
@@ -279,8 +264,8 @@ class Flux2:
                 encoder_hidden_states=text_BTD,
                 timestep=sigma_B,
                 guidance=guidance_B,
-                img_ids=_positions(1, height, width, 1, device=noisy_BCHW.device),
-                txt_ids=_positions(1, 1, 1, text_BTD.shape[1], device=noisy_BCHW.device),
+                img_ids=positions(1, height, width, 1, device=noisy_BCHW.device),
+                txt_ids=positions(1, 1, 1, text_BTD.shape[1], device=noisy_BCHW.device),
                 return_dict=False,
             )[0]
         velocity: Tensor = tokens_BNC.transpose(1, 2).reshape(noisy_BCHW.shape)
@@ -308,14 +293,6 @@ class Flux2:
         """The mu that undistilled models are sampled with; 0 moves nothing."""
         mu = row_of("flux2", VARIANTS, variant).mu
         return 0.0 if mu is None else mu(num_tokens, _TRAINING_STEPS)
-
-
-def _positions(t: int, h: int, w: int, length: int, *, device: torch.device) -> Tensor:
-    """Position ids (t*h*w*length, 4), int64, the last axis fastest."""
-    import torch
-
-    axes = (torch.arange(size, device=device) for size in (t, h, w, length))
-    return torch.cartesian_prod(*axes)
 
 
 plugin = Flux2()
