@@ -24,10 +24,13 @@ _MAX_GRAPHS = 32
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def block_compiler(cache: Path, *, is_one_size: bool) -> Transform:
+def block_compiler(
+    cache: Path, *, is_one_size: bool, backend: str | Callable[..., Any] = "inductor"
+) -> Transform:
     """What makes a compiled forward of a block's own.
 
-    cache: folder for compiled code, kept between runs. is_one_size: every pass has the same number of tokens.
+    cache: folder for compiled code, kept between runs. is_one_size: every pass has the same number of tokens. backend: what
+    torch.compile gives its graphs to.
     """
     # read by inductor and Triton when they are first used
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
@@ -39,6 +42,6 @@ def block_compiler(cache: Path, *, is_one_size: bool) -> Transform:
     settings.fail_on_recompile_limit_hit = True
 
     def compile_block(forward: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(forward, fullgraph=True, dynamic=not is_one_size)
+        return torch.compile(forward, fullgraph=True, dynamic=not is_one_size, backend=backend)
 
     return compile_block
