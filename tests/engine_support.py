@@ -12,11 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outsize.app.prepare import prepare_store
+from outsize.arithmetic.protocol import Arithmetic
 from outsize.base.tiers import Tier
 from outsize.devices.protocol import Device, open_device
 from outsize.families.protocol import FAMILIES
 from outsize.formats._packing import Packing, assign
 from outsize.formats.protocol import make_format
+from outsize.layers.compiled import Transform
 from outsize.layers.loading import load_from_store_
 from outsize.layers.model import FrozenModel
 from outsize.placement._spread import as_tiers, choose_resident
@@ -51,6 +53,8 @@ class TinyBase:
         resident_bytes: int = 0,
         slots: int = 2,
         tiers: Sequence[Tier] = (),
+        arithmetic: Arithmetic | None = None,
+        transform: Transform | None = None,
     ) -> FrozenModel:
         """Load it into a placement. tiers: of each block; as many resident as fit, the rest pinned, unless given."""
         device = device or open_device("cpu")
@@ -70,6 +74,8 @@ class TinyBase:
             placement=PLACEMENTS.load(placement)(settings),
             device=device.torch_device,
             compute=device.compute_dtype,
+            arithmetic=arithmetic,
+            transform=transform,
         )
         load_from_store_(model, reader, device)
         self.family.materialise_buffers(module, device.torch_device)
