@@ -178,7 +178,7 @@ class _Drafts:
         phases += [
             estimate.training_step(work, holding, self.compute),
             estimate.training_update(work, holding),
-            estimate.sampling(work, holding, self.compute),
+            estimate.sampling(work, holding),
         ]
         codec = next(part for part in work.conditioners if part.kind == "image")
         return Outcome(holding, (*phases, conditions.decoding_pictures(work, codec)))

@@ -85,8 +85,8 @@ def training_update(work: Work, holding: Holding) -> Phase:
     )
 
 
-def sampling(work: Work, holding: Holding, compute: Compute | None = None) -> Phase:
-    """One step of the flow schedule, base and adapter together."""
+def sampling(work: Work, holding: Holding) -> Phase:
+    """One step of the flow schedule, base and adapter together; in the compute type, never compiled."""
     device = compute_pool(work)
     size = work.compute_bytes
     traffic = max((block.traffic for block in work.base.blocks), default=0)
@@ -95,7 +95,7 @@ def sampling(work: Work, holding: Holding, compute: Compute | None = None) -> Ph
         "sample",
         (
             *blocks(work.base, holding, device),
-            *rest(work.base, size, device, compute),
+            *rest(work.base, size, device),
             Item(
                 "working set", device, working * size, f"one block run, {work.sample_tokens} tokens"
             ),
