@@ -53,6 +53,13 @@ _HOST = {
 _CORE = {"matmul": 31e9, "decode": 5e9, "memory": 8e9}
 # A card nobody told of: an entry card of 2021, in a slot of PCIe 4.0 with sixteen lanes.
 _UNKNOWN = {"matmul": 25e12, "memory": 300e9, "bus": 25e9}
+_OF_CARD = [
+    "matmul_flops",
+    "attention_flops",
+    "decode_bytes_per_s",
+    "device_memory_bytes_per_s",
+    "bus_bytes_per_s",
+]
 # Words of a card's name that do not tell cards apart.
 _NOISE = re.compile(
     r"nvidia|geforce|amd|radeon|graphics|rtx|rx|pro|ai|generation|edition|workstation|server|\d+gb|hbm\w*|sxm\d*|gpu"
@@ -228,7 +235,7 @@ def _estimated(machine: MachineProfile) -> Rates:
     """From the table or by guess."""
     card = find_card(machine.device) if machine.has_gpu else None
     if not machine.has_gpu:
-        origin, matmul, memory = GUESS, {COMPUTE_TYPE: _CORE["matmul"] * machine.num_cores}, 0.0
+        origin, matmul = GUESS, {COMPUTE_TYPE: _CORE["matmul"] * machine.num_cores}
         memory = _CORE["memory"] * machine.num_cores
         decode, bus = _CORE["decode"] * machine.num_cores, _HOST["staging_bytes_per_s"]
         attention, elementwise = matmul[COMPUTE_TYPE] * ATTENTION_SHARE, memory
@@ -239,13 +246,6 @@ def _estimated(machine: MachineProfile) -> Rates:
         bus = _UNKNOWN["bus"] if card is None else _bus(card)
         decode, elementwise = memory * DECODE_SHARE, memory * ELEMENTWISE_SHARE
         attention = matmul[COMPUTE_TYPE] * ATTENTION_SHARE
-    of_card = (
-        "matmul_flops",
-        "attention_flops",
-        "decode_bytes_per_s",
-        "device_memory_bytes_per_s",
-        "bus_bytes_per_s",
-    )
     return Rates(
         matmul_flops=matmul,
         attention_flops=attention,
@@ -253,7 +253,7 @@ def _estimated(machine: MachineProfile) -> Rates:
         device_memory_bytes_per_s=elementwise,
         bus_bytes_per_s=bus,
         num_cores=machine.num_cores,
-        origins=dict.fromkeys(of_card, origin),
+        origins=dict.fromkeys(_OF_CARD, origin),
         **_HOST,
     )
 
