@@ -59,9 +59,12 @@ def pageable(num_bytes: int) -> Tensor:
     """Ordinary memory, uint8 (n,), beginning at a page; its pages come into being as they are written."""
     if num_bytes and hasattr(mmap, "MAP_ANONYMOUS"):
         region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel built without them; only speed is lost
-                region.madvise(mmap.MADV_HUGEPAGE)
+        # Pinned pages would be copied for a forked process, which has no use for them. A kernel may lack either; only
+        # speed is lost.
+        for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, name):
+                with contextlib.suppress(OSError):
+                    region.madvise(getattr(mmap, name))
         return torch.frombuffer(region, dtype=torch.uint8)
     whole = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)
     begin = -whole.data_ptr() % PAGE_BYTES

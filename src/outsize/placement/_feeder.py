@@ -134,8 +134,9 @@ class Feeder:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        deadline = time.monotonic() + _JOIN_S
         for thread in self._threads:
-            thread.join(_JOIN_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         try:

@@ -49,6 +49,7 @@ class Stream:
         self._ring: HostBuffer | None = None
         self._feeder: Feeder | None = None
         self._staged: frozenset[int] = frozenset()
+        self._segments: dict[int, list[Tensor]] = {}  # of pinned blocks
         staged = self._in("pageable", "disk")
         if staged:  # before the slab takes what may be pinned
             self._ring = settings.device.host_buffer(sum(self._pieces(staged)))
@@ -140,6 +141,7 @@ class Stream:
         self._copier.finish()
         self._slots.clear()
         self._kept.clear()
+        self._segments.clear()
         self._pinned.close()
         self._pageable.close()
         if self._ring is not None:
@@ -183,7 +185,7 @@ class Stream:
 
     def _copy(self, block: int, slot: int) -> None:
         begin = 0
-        for segment in self._pinned.segments(block):
+        for segment in self._segments[block]:
             target = self._slots[slot][begin : begin + segment.numel()]
             self._copier.copy(slot, target, segment, "straight")
             begin += segment.numel()
@@ -196,22 +198,25 @@ class Stream:
         if self._is_settled:
             return
         self._is_settled = True
-        refused = [block for block in self._in("pinned") if not self._pinned.is_pinned(block)]
-        staged = sorted([*refused, *self._in("pageable", "disk")])
-        if not staged:
-            return
-        pieces = self._pieces(staged)
-        if self._ring is None or self._ring.tensor.numel() < sum(pieces):
-            self._ring = self._make_ring(sum(pieces))
-            staged = sorted(
-                {*staged, *(b for b in self._in("pinned") if not self._pinned.is_pinned(b))}
-            )
+        staged = self._unpinned()
+        if staged:
+            pieces = self._pieces(staged)
+            if self._ring is None or self._ring.tensor.numel() < sum(pieces):
+                self._ring = self._make_ring(sum(pieces))
+                staged = self._unpinned()
+            ends = itertools.accumulate(pieces)
+            buffers = [
+                self._ring.tensor[end - size : end] for size, end in zip(pieces, ends, strict=True)
+            ]
+            self._feeder = Feeder(self._fill, self._copier, self._slots, buffers)
         self._staged = frozenset(staged)
-        ends = itertools.accumulate(pieces)
-        buffers = [
-            self._ring.tensor[end - size : end] for size, end in zip(pieces, ends, strict=True)
-        ]
-        self._feeder = Feeder(self._fill, self._copier, self._slots, buffers)
+        straight = [block for block in self._in("pinned") if block not in self._staged]
+        self._segments = {block: self._pinned.segments(block) for block in straight}
+
+    def _unpinned(self) -> list[int]:
+        """The blocks that no copy can read where they are."""
+        refused = (block for block in self._in("pinned") if not self._pinned.is_pinned(block))
+        return [*refused, *self._in("pageable", "disk")]
 
     def _make_ring(self, num_bytes: int) -> HostBuffer:
         """The staging ring where the slab met a limit: pinned memory of the slab is given up for it."""
