@@ -163,7 +163,7 @@ class Site:
         self.journal.write(
             "loaded", slot=part.slot, kernel=part.packing.packed.kernel(self.device.torch_device),
             reading_s=round(loading.read_s, 3), hashing_s=round(loading.hash_s, 3),
-            loading_s=round(loading.seconds, 3), not_direct=reader.why_buffered, **report,
+            copying_s=round(loading.copy_s, 3), loading_s=round(loading.seconds, 3), not_direct=reader.why_buffered, **report,
         )  # fmt: skip
         for refused in dict.fromkeys(
             (report.get("not_pinned", ""), report.get("staging_not_pinned", ""))

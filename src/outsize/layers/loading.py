@@ -49,7 +49,9 @@ class Loading:
 
     def __init__(self, reader: StoreReader, placement: Receiver, device: Device) -> None:
         self._reader, self._placement, self._device = reader, placement, device
-        self.read_s = self.hash_s = 0.0  # of all threads together
+        self.read_s = self.hash_s = self.copy_s = (
+            0.0  # of all threads together; copying: what they waited for it
+        )
         self.seconds = 0.0  # from the start until everything was read
         self._started = time.perf_counter()
         self._lock = threading.Lock()
@@ -111,15 +113,18 @@ class Loading:
 
     def _read_checked(self, block: int | None, targets: Sequence[Tensor]) -> Tensor:
         """Fill tensors with a packet's bytes one after the other; gives the last of them."""
+        copy_s = 0.0
         with self._reader.checked(block) as reading:
             for target in targets:
                 if target.device.type == "cpu":
                     reading.into(target)
                 else:
                     self._upload().fill(target, reading)
+                    copy_s += self._upload().take_waited_s()
         with self._lock:
             self.read_s += reading.read_s
             self.hash_s += reading.hash_s
+            self.copy_s += copy_s
             self.seconds = time.perf_counter() - self._started
         return targets[-1]
 
@@ -143,6 +148,7 @@ class _Upload:
         make_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
         self._stream = make_stream(self._device)
         self._sent = [make_event(blocking=True), make_event(blocking=True)]
+        self._waited_s = 0.0
 
     def fill(self, target: Tensor, reading: CheckedRead) -> None:
         """Fill a tensor on the device; its bytes are there on return."""
@@ -152,12 +158,23 @@ class _Upload:
             part, sent = target[begin : begin + _PIECE_BYTES], self._sent[turn % 2]
             first = turn % 2 * _PIECE_BYTES
             piece = self._host.tensor[first : first + part.numel()]
-            sent.synchronize()
+            self._wait_for(sent)
             reading.into(piece)
             with torch.cuda.stream(self._stream):
                 part.copy_(piece, non_blocking=True)
                 sent.record(self._stream)
-        self._stream.synchronize()
+        for sent in self._sent:
+            self._wait_for(sent)
+
+    def take_waited_s(self) -> float:
+        """Seconds the thread waited for copies since it was last asked."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+    def _wait_for(self, sent: torch.cuda.Event) -> None:
+        started = time.perf_counter()
+        sent.synchronize()
+        self._waited_s += time.perf_counter() - started
 
     def close(self) -> None:
         """Give the buffers back."""
