@@ -10,10 +10,13 @@ import pytest
 import torch
 from dropin.borrowed import Borrowed
 from engine_support import TinyBase, make_tiny, tiny_inputs
+from run_support import adapter_of, train_here, write_recipe
+from tiny import write_tiny
 from torch import Tensor
 
 from outsize.adapters.adapter import Adapter, AdapterShape
 from outsize.base.errors import StoreBroken
+from outsize.base.journal import read_journal
 from outsize.base.tiers import TIERS, Tier
 from outsize.devices.protocol import open_device
 from outsize.layers.loading import Loading
@@ -136,3 +139,28 @@ def test_a_placement_without_places_is_handed_every_packet(base: TinyBase) -> No
     for block in range(count):
         assert torch.equal(simple.acquire(block), resident.acquire(block))
     assert report_of(simple) == {"device_bytes": max(sizes), "host_bytes": sum(sizes)}
+
+
+@pytest.mark.parametrize("kept", [{"pageable_bytes": "64MiB"}, {"pageable_bytes": 0}], ids=str)
+def test_a_recipe_trains_from_ordinary_memory_or_disk_and_the_journal_says_so(
+    tmp_path: Path, kept: dict[str, Any]
+) -> None:
+    """The real command's way: plan, site, training; the same bytes as resident, and what was held where."""
+    model = write_tiny("flux2", "tiny", tmp_path / "model")
+    found = []
+    for name, placement in {
+        "resident": {"kind": "resident"},
+        "staged": {"kind": "stream", "resident_bytes": 0, "pinned_bytes": 0, **kept},
+    }.items():
+        recipe = write_recipe(
+            tmp_path, model=model, name=name, train={"steps": 3}, placement=placement
+        )
+        _, run = train_here(recipe)
+        found.append(adapter_of(run))
+        loaded = [one for one in read_journal(run.journal) if one["event"] == "loaded"]
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    base = next(one for one in loaded if one["slot"] == "base")
+    tier = "pageable" if kept["pageable_bytes"] else "disk"
+    assert [one for one, held in base["tiers"].items() if held] == [tier]
+    assert base["staging_bytes"] > 0
+    assert base["loading_s"] > 0
