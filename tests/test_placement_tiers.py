@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outsize.base.errors import StoreBroken
 from outsize.base.tiers import TIERS, Tier
-from outsize.devices._host import HostBuffer, pageable
+from outsize.devices._host import HostBuffer, pageable, touch_
 from outsize.devices.cpu import Cpu
 from outsize.placement import _staging, stream
 from outsize.placement._feeder import Feeder
@@ -401,6 +401,27 @@ def test_a_slab_gives_back_what_was_put_wherever_pieces_end(sizes: list[int]) ->
             assert torch.equal(into, packet_of(block, size)[begin:])
     assert slab.num_bytes == sum(sizes)
     slab.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, PIECE, 3 * PIECE + 5])
+def test_host_memory_begins_at_a_page_and_keeps_its_bytes_when_it_is_unpinned(
+    num_bytes: int,
+) -> None:
+    """Direct reads need the one, a refused staging ring the other."""
+    tensor = pageable(num_bytes)
+    assert tensor.numel() == num_bytes
+    assert tensor.data_ptr() % PIECE == 0
+    tensor.copy_(packet_of(1, num_bytes))
+    touch_(pageable(num_bytes))
+    undone = []
+    for undo in ({}, {"undo": lambda: undone.append(1)}):  # of the pinned allocator; registered
+        made = HostBuffer(tensor, num_bytes, **undo)
+        made.unpin("a test says so")
+        assert made.why_not_pinned == "a test says so"
+        assert torch.equal(made.tensor, packet_of(1, num_bytes))
+        made.release()
+        assert made.taken_bytes == made.tensor.numel() == 0
+    assert undone == [1], "unregistered once"
 
 
 def test_bytes_are_stated_by_tier() -> None:

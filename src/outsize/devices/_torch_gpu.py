@@ -111,6 +111,8 @@ class TorchGpu:
 def registered_buffer(num_bytes: int, device: torch.device) -> HostBuffer:
     """Memory that is touched first and page-locked in place; ordinary memory, with the reason, where that is refused."""
     tensor = pageable(num_bytes)
+    if num_bytes == 0:  # there is nothing to lock, and the runtime would refuse it
+        return HostBuffer(tensor, 0)
     touch_(tensor)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's stub
     address = tensor.data_ptr()

@@ -48,7 +48,7 @@ class Placement(Protocol):
     """Holds the packets of all blocks."""
 
     def put(self, block: int, packet: Tensor) -> None:
-        """Take a block's bytes (uint8, host, only lent) while loading."""
+        """Take a block's bytes (uint8, host, only lent) while loading; called by a thread, one packet at a time."""
 
     def begin(self, sweep: Sweep) -> None:
         """Say in which order blocks will be acquired from now on, over and over."""
@@ -57,6 +57,7 @@ class Placement(Protocol):
         """The packet, uint8 on the device, valid for work queued on the current stream until release.
 
         It lies in one of a fixed set of buffers: the reader keeps its views of every buffer that it was ever given.
+        Raises: what reading it from disk raised, StoreBroken with the file's name.
         """
 
     def release(self, block: int) -> None:
