@@ -91,32 +91,24 @@ def test_delta_norms_equal_the_norm_of_the_whole_product() -> None:
     assert delta_norms(values, ["m"], 0.5)["m"] == pytest.approx(expected, rel=1e-12)
 
 
-def _parameters(**grads: Tensor | None) -> dict[str, nn.Parameter]:
-    made = {}
-    for name, grad in grads.items():
-        made[name] = nn.Parameter(torch.zeros(2))
-        made[name].grad = grad
-    return made
-
-
 def test_a_tensor_that_never_gets_a_gradient_is_named_after_the_watched_updates() -> None:
     watch, one = HealthWatch(), torch.ones(2)
     for update in range(WATCHED_UPDATES):
         # at the first update A's gradient is zero by construction, since B is zero
         a = torch.zeros(2) if update == 0 else one
-        silent = watch.look(_parameters(a=a, b=one, dead=torch.zeros(2)))
+        silent = watch.look({"a": a, "b": one, "dead": torch.zeros(2)})
         assert silent == (["dead"] if update == WATCHED_UPDATES - 1 else [])
-    assert watch.look(_parameters(a=None)) == [], "later it costs nothing"
+    assert watch.look({"a": None}) == [], "later it costs nothing"
 
 
 def test_an_adapter_outside_the_graph_or_without_any_gradient_is_refused() -> None:
     with pytest.raises(AdapterError, match="no gradient reaches 1 of 2 adapter tensors, lost"):
-        HealthWatch().look(_parameters(lost=None, b=torch.ones(2)))
+        HealthWatch().look({"lost": None, "b": torch.ones(2)})
     watch = HealthWatch()
     for _ in range(WATCHED_UPDATES - 1):
-        assert watch.look(_parameters(a=torch.zeros(2))) == []
+        assert watch.look({"a": torch.zeros(2)}) == []
     with pytest.raises(AdapterError, match="every adapter gradient was zero"):
-        watch.look(_parameters(a=torch.zeros(2)))
+        watch.look({"a": torch.zeros(2)})
 
 
 def test_a_delta_that_stays_zero_is_refused_and_one_that_partly_does_is_named() -> None:
@@ -127,10 +119,10 @@ def test_a_delta_that_stays_zero_is_refused_and_one_that_partly_does_is_named() 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_loss_or_gradient_that_is_no_number_names_the_tensor_and_the_pictures(bad: float) -> None:
-    parameters = _parameters(good=torch.ones(2), broken=torch.tensor([1.0, bad]))
+    grads = {"good": torch.ones(2), "broken": torch.tensor([1.0, bad])}
     pictures = lambda step: [f"{step}.png"]  # noqa: E731
     with pytest.raises(NotFinite, match=r"first broken; .*3\.png"):
-        require_finite(0.5, bad, parameters, 3, pictures)
+        require_finite(0.5, bad, grads, 3, pictures)
     with pytest.raises(NotFinite, match=rf"the loss of step 3 is {bad}.*3\.png"):
-        require_finite(bad, 1.0, parameters, 3, pictures)
-    require_finite(0.5, 1.0, parameters, 3, pictures)
+        require_finite(bad, 1.0, grads, 3, pictures)
+    require_finite(0.5, 1.0, grads, 3, pictures)

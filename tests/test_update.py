@@ -34,7 +34,7 @@ def test_micro_batches_add_up_in_fp32(update: Update) -> None:
     second = give_gradients(update, seed=2)
     update.collect_()
     for name in NAMES:
-        grad = update.masters[name].grad
+        grad = update.grads()[name]
         assert grad is not None
         assert grad.dtype == torch.float32
         assert torch.equal(grad, first[name].float() + second[name].float())
@@ -46,8 +46,8 @@ def test_a_parameter_without_a_gradient_leaves_its_master_without_one(update: Up
     give_gradients(update, seed=1)
     update.parameters["b"].grad = None
     update.collect_()
-    assert update.masters["b"].grad is None
-    assert update.masters["c"].grad is not None
+    assert update.grads()["b"] is None
+    assert update.grads()["c"] is not None
 
 
 def test_parameters_are_their_masters_rounded(update: Update) -> None:

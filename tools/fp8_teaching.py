@@ -160,9 +160,10 @@ def _held_out(run_path: Path, device_kind: str | None) -> dict[str, float]:
     import torch
 
     from outsize.app.encode import build_corpus
+    from outsize.app.losses import Losses
     from outsize.app.planning import plan_here
     from outsize.app.site import open_site
-    from outsize.app.train import adapted, load_adapter_, make_loss
+    from outsize.app.train import adapted, load_adapter_
     from outsize.base.progress import Silent
     from outsize.devices.protocol import open_device
     from outsize.recipes.load import recipe_from_json
@@ -186,13 +187,13 @@ def _held_out(run_path: Path, device_kind: str | None) -> dict[str, float]:
         corpus = build_corpus(site)
         with adapted(site) as (model, adapter, _), torch.no_grad():
             load_adapter_(recipe, run, adapter)
-            loss_of = make_loss(recipe, device, model, corpus)
+            drawn = Losses(recipe, device, model, corpus)
 
             def loss() -> float:
                 losses = []
                 for step in range(HELD_OUT_BATCHES):
                     model.begin("forward")
-                    losses.append(loss_of(step, 0))
+                    losses.append(drawn.loss(step, 0))
                 return float(torch.stack(losses).double().mean())
 
             with_adapter = loss()

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outsize.base.errors import AdapterError, NotFinite
 
@@ -23,31 +23,28 @@ class HealthWatch:
         self._num_seen = 0
         self._silent: set[str] | None = None
 
-    def look(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-        """Look at one update's gradients; after the last watched one, the names that never got any.
+    def look(self, grads: Mapping[str, Tensor | None]) -> list[str]:
+        """Look at one update's gradients by name; after the last watched one, the names that never got any.
 
         Raises: AdapterError when a tensor is not part of the graph at all, or all are silent.
         """
         if self._num_seen >= WATCHED_UPDATES:
             return []
-        detached = [name for name, one in parameters.items() if one.grad is None]
+        detached = [name for name, one in grads.items() if one is None]
         if detached:
             raise AdapterError(
-                f"no gradient reaches {len(detached)} of {len(parameters)} adapter tensors, "
+                f"no gradient reaches {len(detached)} of {len(grads)} adapter tensors, "
                 f"{detached[0]} for one: the model does not use them; name other roles in the recipe"
             )
-        grads = (one.grad for one in parameters.values())
-        norms = [torch.linalg.vector_norm(grad) for grad in grads if grad is not None]
+        norms = [torch.linalg.vector_norm(grad) for grad in grads.values() if grad is not None]
         silent = {
-            name
-            for name, norm in zip(parameters, torch.stack(norms).tolist(), strict=True)
-            if norm == 0
+            name for name, norm in zip(grads, torch.stack(norms).tolist(), strict=True) if norm == 0
         }
         self._silent = silent if self._silent is None else self._silent & silent
         self._num_seen += 1
         if self._num_seen < WATCHED_UPDATES:
             return []
-        if len(self._silent) == len(parameters):
+        if len(self._silent) == len(grads):
             raise AdapterError(
                 f"every adapter gradient was zero for {WATCHED_UPDATES} updates: the loss does not depend on the adapter"
             )
@@ -57,7 +54,7 @@ class HealthWatch:
 def require_finite(
     loss: float,
     norm: float,
-    parameters: Mapping[str, nn.Parameter],
+    grads: Mapping[str, Tensor | None],
     step: int,
     pictures_of: Callable[[int], list[str]],
 ) -> None:
@@ -70,9 +67,7 @@ def require_finite(
     what = f"the loss of step {step} is {loss}"
     if math.isfinite(loss):
         names = [
-            name
-            for name, one in parameters.items()
-            if one.grad is not None and not one.grad.isfinite().all()
+            name for name, one in grads.items() if one is not None and not one.isfinite().all()
         ]
         what = (
             f"the gradients of {len(names)} adapter tensors are not finite at step {step}, first "

@@ -17,7 +17,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -27,9 +26,10 @@ import torch
 from outsize.adapters.health import WATCHED_UPDATES
 from outsize.app._bench_meter import MeteredPlacement
 from outsize.app._bench_weights import RandomBatches, disk_reader, fill_, packets_of
+from outsize.app.losses import Losses
 from outsize.app.models import Training, build_model, place
 from outsize.app.parts import BASE, parts_of
-from outsize.app.train import attach_adapter, loop_settings, make_loss, make_update
+from outsize.app.train import attach_adapter, loop_settings, make_update
 from outsize.base.journal import Journal
 from outsize.plan.compare import planned_bytes
 from outsize.runs.folder import RunFolder
@@ -270,7 +270,7 @@ class _Run:
                 settings=settings,
                 update=self._loaded.update,
                 begin_step=lambda: self._loaded.model.begin("train"),
-                loss_of=self._loss(),
+                losses=self._micro_batches(),
                 pictures_of=lambda step: [f"the random pictures of step {step}"],
                 requests=Requests(run),
                 journal=journal,
@@ -310,9 +310,9 @@ class _Run:
             losses=tuple(self._losses),
         )
 
-    def _loss(self) -> Callable[[int, int], torch.Tensor]:
+    def _micro_batches(self) -> Losses:
         batches = RandomBatches(self._recipe, self._device)
-        return make_loss(self._recipe, self._device, self._loaded.model, batches)
+        return Losses(self._recipe, self._device, self._loaded.model, batches)
 
     def _watch(self, report: StepReport) -> None:
         """After every step: wait, take the time, and go to the next kind of step."""

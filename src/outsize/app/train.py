@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from outsize.adapters.adapter import Adapter, AdapterShape, delta_norms
 from outsize.adapters.health import WATCHED_UPDATES, as_fp32, require_delta
 from outsize.app.encode import build_corpus
+from outsize.app.losses import Losses
 from outsize.app.models import Training
 from outsize.app.parts import BASE
 from outsize.app.site import Site
@@ -21,7 +22,6 @@ from outsize.app.trained import adapter_identity, trained_checkpoint
 from outsize.base.errors import RecipeError
 from outsize.base.files import write_json_atomically
 from outsize.layers.model import FrozenModel
-from outsize.objectives.protocol import OBJECTIVES, FlowObjective
 from outsize.plan.names import base_family
 from outsize.runs.checkpoint import newest_checkpoint, read_checkpoint
 from outsize.runs.folder import RunFolder
@@ -31,7 +31,6 @@ from outsize.train.optimizers.protocol import OptimizerSettings
 from outsize.train.update import Update
 
 if TYPE_CHECKING:
-    from outsize.data.batches import Batch
     from outsize.devices.protocol import Device
     from outsize.recipes.recipe import Recipe
 
@@ -99,7 +98,7 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
             settings=loop_settings(recipe),
             update=update,
             begin_step=lambda: model.begin("train"),
-            loss_of=make_loss(recipe, site.device, model, corpus),
+            losses=Losses(recipe, site.device, model, corpus),
             pictures_of=corpus.pictures_of,
             requests=requests,
             journal=site.journal,
@@ -194,48 +193,6 @@ def attach_adapter(
         seed=recipe.train.seed, device=device.torch_device, dtype=device.compute_dtype
     )
     return adapter, initial
-
-
-class Batches(Protocol):
-    """What gives the micro-batches of a step."""
-
-    def batch(self, step: int, place: int) -> Batch: ...
-
-
-def make_loss(
-    recipe: Recipe, device: Device, model: FrozenModel, batches: Batches
-) -> Callable[[int, int], Tensor]:
-    """The loss of a micro-batch by (step, place), drawn and computed as the recipe says."""
-    family, variant = base_family(recipe.base.family), recipe.base.variant
-    objective: FlowObjective = OBJECTIVES.load(family.objective)(
-        **recipe.train.timesteps.model_dump()
-    )
-    guidance = recipe.train.guidance
-    if guidance is None:
-        guidance = family.training_guidance(variant)
-    placed, compute = device.torch_device, device.compute_dtype
-
-    def loss_of(step: int, place: int) -> Tensor:
-        batch = batches.batch(step, place)
-        _, channels, height, width = batch.latents_BCHW.shape
-        shape = (channels, height, width)
-        mu = family.shift_mu(variant, family.num_tokens(variant, shape))
-        sigma_B, noise = objective.draw(batch.seeds, shape, mu)
-        conditions = {name: one.to(placed, compute) for name, one in batch.conditions.items()}
-
-        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
-            return family.predict(variant, model.module, noisy, sigma, conditions, guidance)
-
-        return objective.loss(
-            predict,
-            batch.latents_BCHW.to(placed),
-            sigma_B.to(placed),
-            noise.to(placed),
-            batch.loss_weight_B.to(placed),
-            compute,
-        )
-
-    return loss_of
 
 
 def make_update(recipe: Recipe, adapter: Adapter, initial: Mapping[str, Tensor]) -> Update:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,16 @@ class LoopSettings:
         return self.learning_rate * warm * max(SMALLEST_SHARE, fallen)
 
 
+class MicroBatches(Protocol):
+    """What there is to learn from."""
+
+    def loss(self, step: int, place: int) -> Tensor:
+        """The loss of one micro-batch, with its graph."""
+
+    def prepare(self, step: int, place: int) -> None:
+        """Get the micro-batch that comes next ready; its loss is asked for later, or never."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What is known after one update. seconds: the whole step, checkpoints left out."""
@@ -64,14 +74,14 @@ class StepReport:
 class Loop:
     """One run's training.
 
-    begin_step: tells the placement that a step begins. loss_of: the loss of one micro-batch (step, place), with its
+    begin_step: tells the placement that a step begins. losses: the loss of one micro-batch (step, place), with its
     graph. pictures_of: what a step learns from, to name it when it fails. identity: JSON that a checkpoint must share with the run that resumes it. watch: sees every report.
     """
 
     settings: LoopSettings
     update: Update
     begin_step: Callable[[], None]
-    loss_of: Callable[[int, int], Tensor]
+    losses: MicroBatches
     pictures_of: Callable[[int], list[str]]
     requests: Requests
     journal: Journal
@@ -98,15 +108,17 @@ class Loop:
         self.begin_step()
         losses = []
         for place in range(self.settings.accumulate):
-            loss = self.loss_of(step, place) / self.settings.accumulate
+            loss = self.losses.loss(step, place) / self.settings.accumulate
             loss.backward()  # type: ignore[no-untyped-call] # torch's stub
             self.update.collect_()
             losses.append(loss.detach())
         norm = self.update.grad_norm()
+        if step + 1 < self.settings.num_steps:
+            self.losses.prepare(step + 1, 0)  # while the device is still at this step
         # one wait for the device: loss and norm come together
         loss_value, norm_value = torch.stack([torch.stack(losses).sum(), norm.float()]).tolist()
-        require_finite(loss_value, norm_value, self.update.masters, step, self.pictures_of)
-        for name in health.look(self.update.masters):
+        require_finite(loss_value, norm_value, self.update.grads(), step, self.pictures_of)
+        for name in health.look(self.update.grads()):
             self.journal.write("warning", step=step, what="no gradient", tensor=name)
         if self.settings.clip_norm is not None:
             self.update.clip_(self.settings.clip_norm, norm)

@@ -1,0 +1,98 @@
+"""The loss of a micro-batch by (step, place), drawn and computed as the recipe says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from outsize.objectives.protocol import OBJECTIVES, FlowObjective
+from outsize.plan.names import base_family
+
+if TYPE_CHECKING:
+    from outsize.data.batches import Batch
+    from outsize.devices.protocol import Device
+    from outsize.layers.model import FrozenModel
+    from outsize.recipes.recipe import Recipe
+
+
+class Batches(Protocol):
+    """What gives the micro-batches of a step."""
+
+    def batch(self, step: int, place: int) -> Batch: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A micro-batch with its random choices, on the device."""
+
+    latents: Tensor
+    sigma: Tensor
+    noise: Tensor
+    loss_weight: Tensor
+    conditions: Mapping[str, Tensor]
+
+
+class Losses:
+    """Losses of micro-batches. Only the latest prepared one is remembered."""
+
+    def __init__(
+        self, recipe: Recipe, device: Device, model: FrozenModel, batches: Batches
+    ) -> None:
+        self._family, self._variant = base_family(recipe.base.family), recipe.base.variant
+        self._objective: FlowObjective = OBJECTIVES.load(self._family.objective)(
+            **recipe.train.timesteps.model_dump()
+        )
+        asked = recipe.train.guidance
+        self._guidance = self._family.training_guidance(self._variant) if asked is None else asked
+        self._device, self._model, self._batches = device, model, batches
+        self._prepared: tuple[tuple[int, int], _Drawn] | None = None
+
+    def prepare(self, step: int, place: int) -> None:
+        """Draw a micro-batch and start moving it to the device, while that still computes what came before."""
+        self._prepared = (step, place), self._draw(step, place)
+
+    def loss(self, step: int, place: int) -> Tensor:
+        """The loss of a micro-batch, with its graph."""
+        key = (step, place)
+        ready = self._prepared is not None and self._prepared[0] == key
+        drawn = self._prepared[1] if self._prepared is not None and ready else self._draw(*key)
+        self._prepared = None
+
+        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
+            return self._family.predict(
+                self._variant, self._model.module, noisy, sigma, drawn.conditions, self._guidance
+            )
+
+        return self._objective.loss(
+            predict,
+            drawn.latents,
+            drawn.sigma,
+            drawn.noise,
+            drawn.loss_weight,
+            self._device.compute_dtype,
+        )
+
+    def _draw(self, step: int, place: int) -> _Drawn:
+        batch = self._batches.batch(step, place)
+        _, channels, height, width = batch.latents_BCHW.shape
+        shape = (channels, height, width)
+        mu = self._family.shift_mu(self._variant, self._family.num_tokens(self._variant, shape))
+        sigma_B, noise = self._objective.draw(batch.seeds, shape, mu)
+        compute = self._device.compute_dtype
+        return _Drawn(
+            self._move(batch.latents_BCHW),
+            self._move(sigma_B),
+            self._move(noise),
+            self._move(batch.loss_weight_B),
+            {name: self._move(one).to(compute) for name, one in batch.conditions.items()},
+        )
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        """To the device; where copies are asynchronous, without waiting for what is queued there."""
+        target = self._device.torch_device
+        if not self._device.copies_asynchronously:
+            return tensor.to(target)
+        return tensor.pin_memory().to(target, non_blocking=True)
