@@ -63,7 +63,7 @@ def _weight(
     if direct is not None:
         return direct
     decoded_NK = matrix.decode(parts, dtype)
-    return quantise_rows(decoded_NK.t() if is_transposed else decoded_NK)
+    return quantise_rows(decoded_NK.t().contiguous() if is_transposed else decoded_NK)
 
 
 def _product(x: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias: Tensor | None) -> Tensor:

@@ -193,11 +193,13 @@ def _first_difference(device: torch.device, kernel: Kernel) -> str | None:
             return f"{kernel.report} on {device}: its {dtype} values differ from the reference"
     if kernel.transpose_e4m3 is not None:
         e4m3 = torch.float8_e4m3fn
-        wanted = kernels.decode_by_torch(codes, scales, shape, torch.float32, group=64).to(e4m3)
+        wanted = kernels.decode_by_torch(codes, scales, shape, torch.float32, group=64)
         both = (
             kernel.decode(codes, scales, shape, e4m3, 64),
             kernel.transpose_e4m3(codes, scales, shape, 64).t(),
         )
-        if not all(torch.equal(wanted.float(), one.float()) for one in both):
+        # one step of three mantissa bits or of the smallest subnormal: compilers round ties as they like
+        allowed = wanted.abs() / 8 + 2**-9
+        if not all(bool(((wanted - one.float()).abs() <= allowed).all()) for one in both):
             return f"{kernel.report} on {device}: its e4m3 values differ from the reference"
     return None
