@@ -491,10 +491,14 @@ class Interrupted(Exception):  # noqa: N818 - it stands for a kill
 
 
 def interrupt(checkpoint: Path, cache: Path, share: float) -> None:
-    """Prepare until so much of the source is done."""
+    """Prepare until so much of the source is done, and what was handed over before is safe: four files."""
 
     def stop(done: int, total: int) -> None:
         if done >= share * total:
+            waits_until = time.monotonic() + 60
+            while len(list(cache.rglob("[rb]*.safetensors"))) < 4:
+                assert time.monotonic() < waits_until
+                time.sleep(0.002)
             raise Interrupted
 
     with pytest.raises(Interrupted):
@@ -618,6 +622,7 @@ class PretendedCard(Lanes):
         self.marks = 0
         self.waited: list[Any] = []
         self.threads: set[int] = set()
+        self.is_given_back = False
 
     @contextmanager
     def lane(self, after: Any = None) -> Iterator[None]:
@@ -634,6 +639,9 @@ class PretendedCard(Lanes):
 
     def peak_bytes(self) -> int:
         return 77
+
+    def give_back(self) -> None:
+        self.is_given_back = True
 
 
 @pytest.mark.parametrize("name", ["nf4", "plain"])
@@ -663,6 +671,7 @@ def test_on_a_card_rows_go_through_twins_and_parts_through_staging_to_the_same_b
     appended = [mark for mark in used.waited if mark is not None]
     assert len(appended) == len(set(appended)), "each copy waits for a mark of its own"
     assert len(used.threads) > 1
+    assert used.is_given_back
     assert list(read_journal(tmp_path / "journal.jsonl"))[-1]["peak_device_bytes"] == 77
 
 

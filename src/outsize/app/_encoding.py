@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outsize.base.errors import FormatError
+from outsize.base.progress import OnProgress
 from outsize.formats._packing import Packing
 from outsize.weights.budget import (
     Shares,
@@ -38,6 +39,19 @@ _STAGING_BYTES = 16 * 2**20
 _CPU_READERS = 4  # as encoding is slower there, and wants the cores
 
 Windows = Generator[tuple[RowWindow, int, bytes]]
+
+
+class Bar:
+    """Counts the bytes of the source that are done."""
+
+    def __init__(self, total: int, progress: OnProgress | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more."""
+        self._done += num_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
 
 @dataclass(frozen=True, slots=True)

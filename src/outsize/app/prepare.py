@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from outsize.app._encoding import Encoding, encode_blocks, plan_encoding
+from outsize.app._encoding import Bar, Encoding, encode_blocks, plan_encoding
 from outsize.app.wanted import Wanted, is_made_by, known_key, store_key, wanted
 from outsize.base.errors import DoesNotFit, StoreBroken
 from outsize.base.files import json_digest, sync_folder
@@ -180,7 +180,7 @@ def _existing(one: Wanted, folder: Path, how: How) -> Store | None:
 
 def _prepare(one: Wanted, folder: Path, how: How) -> Store:
     began = last = time.monotonic()
-    bar = _Bar(one.mapped.num_bytes, how.progress)
+    bar = Bar(one.mapped.num_bytes, how.progress)
     job = plan_encoding(
         one.mapped,
         one.packing,
@@ -223,13 +223,15 @@ def _prepare(one: Wanted, folder: Path, how: How) -> Store:
         watch.growth_bytes,
         job.lanes.peak_bytes(),
     )
-    how.note("prepare_done", key=store.key, **asdict(figures))
+    how.note(
+        "prepare_done", key=store.key, unpinned_buffers=job.lanes.num_unpinned, **asdict(figures)
+    )
     if how.on_done is not None:
         how.on_done(figures)
     return store
 
 
-def _fill(one: Wanted, job: Encoding, writer: StoreWriter, how: How, bar: _Bar) -> Store:
+def _fill(one: Wanted, job: Encoding, writer: StoreWriter, how: How, bar: Bar) -> Store:
     """Keep what is of use, encode the rest, and finish: now the content is known."""
     stamps = stamps_of(one.mapped.source.headers)
     kept, digests = _keep(one, job, writer, bar)
@@ -248,6 +250,7 @@ def _fill(one: Wanted, job: Encoding, writer: StoreWriter, how: How, bar: _Bar) 
         **one.made,
     )
     digests |= encode_blocks(job, writer, rest)
+    job.lanes.give_back()
     require_unchanged(one.mapped, stamps)
     content = fingerprint_of(digests)
     provenance = one.provenance(content)
@@ -257,7 +260,7 @@ def _fill(one: Wanted, job: Encoding, writer: StoreWriter, how: How, bar: _Bar) 
 
 
 def _keep(
-    one: Wanted, job: Encoding, writer: StoreWriter, bar: _Bar
+    one: Wanted, job: Encoding, writer: StoreWriter, bar: Bar
 ) -> tuple[set[int | None], dict[str, str]]:
     """Blocks of an interrupted run that are of exactly these bytes, and the digests of their tensors.
 
@@ -286,16 +289,3 @@ def _check_disk(folder: Path, needed: int) -> None:
             f"the store in {folder} needs {format_bytes(needed)} more, the disk has {format_bytes(free)} "
             "free; free some, or put the cache on another disk"
         )
-
-
-class _Bar:
-    """Counts the bytes of the source that are done."""
-
-    def __init__(self, total: int, progress: OnProgress | None) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-
-    def advance(self, num_bytes: int) -> None:
-        """So many more."""
-        self._done += num_bytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)

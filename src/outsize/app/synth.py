@@ -25,7 +25,8 @@ from outsize.base.progress import OnProgress
 from outsize.base.table import TensorSpec
 from outsize.base.units import format_bytes
 from outsize.families.protocol import FAMILIES, BaseFamily, Published
-from outsize.weights.checkpoint_writer import PIECE_BYTES, NewTensor, Piece, write_checkpoint
+from outsize.weights import checkpoint_writer
+from outsize.weights.checkpoint_writer import NewTensor, Piece, write_checkpoint
 from outsize.weights.dtypes import torch_dtype
 from outsize.weights.lanes import Lanes
 
@@ -180,14 +181,14 @@ class _Values:
     def fill(self, piece: Piece, spec: TensorSpec) -> memoryview:
         """The bytes of a piece."""
         count, dtype = piece.stop - piece.start, torch_dtype(piece.tensor.dtype)
-        host = self._buffer("host", torch.uint8, PIECE_BYTES, is_host=True)
+        host = self._buffer("host", torch.uint8, checkpoint_writer.PIECE_BYTES, is_host=True)
         out = host[: count * dtype.itemsize].view(dtype)
         if len(spec.shape) < 2:
             is_one = spec.role == "norm" or (spec.role == "buffer" and spec.name.endswith("var"))
             out.fill_(1 if is_one and not spec.name.endswith("bias") else 0)
         else:
             # fp32 first: torch draws bf16 one by one on a processor
-            made = self._buffer("made", torch.float32, PIECE_BYTES // 2)[:count]
+            made = self._buffer("made", torch.float32, checkpoint_writer.PIECE_BYTES // 2)[:count]
             with self._lanes.lane():
                 made.normal_(0, STANDARD_DEVIATION, generator=self._generator(piece))
                 out.copy_(made.to(dtype) if self._lanes.has_queues else made)
@@ -199,7 +200,7 @@ class _Values:
         found = getattr(self._own, name, None)
         if found is None:
             if is_host:
-                found = torch.empty(count, dtype=dtype, pin_memory=self._lanes.has_queues)
+                found = self._lanes.host_buffer(count)
             else:
                 found = torch.empty(count, dtype=dtype, device=self._device)
             setattr(self._own, name, found)

@@ -73,7 +73,8 @@ def synth(
         )
     seconds = time.monotonic() - began
     for one in written:
-        print(f"{one.label}: {format_bytes(one.num_bytes)} in {len(one.files)} files")
+        files = "1 file" if len(one.files) == 1 else f"{len(one.files)} files"
+        print(f"{one.label}: {format_bytes(one.num_bytes)} in {files}")
     total = sum(one.num_bytes for one in written)
     print(f"{path}: {format_seconds(seconds)}, {total / max(seconds, 1e-9) / 1e9:.2f} GB/s")
     return 0

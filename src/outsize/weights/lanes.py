@@ -23,6 +23,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.has_queues = device.type != "cpu"
+        self.num_unpinned = 0
         self._own = threading.local()
 
     @contextmanager
@@ -58,10 +59,28 @@ class Lanes:
         return event
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """uint8 (num_bytes,) on the host, pinned where there is a device to copy to."""
+        """uint8 (num_bytes,) on the host, pinned where there is a device to copy to and the system allows it.
+
+        A copy from memory that is not pinned is slower and otherwise the same; `num_unpinned` counts such buffers.
+        """
         import torch
 
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.has_queues)
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.has_queues)
+        except RuntimeError:  # torch's own class for refused memory is one
+            self.num_unpinned += 1
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def give_back(self) -> None:
+        """Unpin what torch keeps of host buffers that are no longer used, so that whoever comes next may pin it."""
+        if not self.has_queues:
+            return
+        import torch
+
+        release = getattr(torch.accelerator, "empty_host_cache", None)
+        if release is None:  # older torch has it under this name only
+            release = torch._C._host_emptyCache  # noqa: SLF001
+        release()
 
     def peak_bytes(self) -> int:
         """Most device memory that tensors took since the peak was last reset; 0 on a processor."""
