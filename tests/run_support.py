@@ -55,7 +55,7 @@ def write_recipe(
         "base": {"family": family, "variant": "tiny", "source": str(model)},
         "data": {"resolution": 64, "caption_dropout": 0.2, "sets": [{"folder": "pictures"}]},
         "adapter": {"rank": 4},
-        "train": {"steps": 6, "learning_rate": 1.0e-2, "seed": 5},
+        "train": {"steps": 6, "learning_rate": 1.0e-2, "seed": 5, "exact": True},
         "checkpoints": {"every": 2, "keep": 20},
         "compare": {"prompts": ["a red picture"], "controls": ["a blue picture"], "steps": 2},
         "cache": "cache",

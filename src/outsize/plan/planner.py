@@ -171,7 +171,7 @@ def _compute(recipe: Recipe, machine: MachineProfile, rates: Rates, *, has_trito
     compiles, why_not = may_compile(machine, has_triton=has_triton, asked=recipe.train.compile)
     if not compiles:
         why = f"{why}; {why_not}"
-    return Compute(arithmetic, compiles, recipe.train.exact, why)
+    return Compute(arithmetic, compiles, recipe.train.exact or not machine.has_gpu, why)
 
 
 def _missing(outcome: Outcome, budget: Budget) -> str:

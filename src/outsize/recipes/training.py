@@ -91,8 +91,9 @@ class TrainChoice(Section):
         "planned.",
     )
     exact: bool = Field(
-        default=True,
-        description="Use only kernels that give the same bits each time, so that a resumed run equals an unbroken one.",
+        default=False,
+        description="Use only kernels that give the same bits each time, so that a resumed run equals an unbroken one to "
+        "the bit; on cards attention's backward is slower for it. Processors always do.",
     )
     guidance: float | None = Field(
         default=None,
