@@ -192,7 +192,7 @@ class _Report:
     """Rows as they come, and the file, which is whole after every case."""
 
     HEADS = (
-        ("case", 46), ("step", 9), ("planned", 9), ("peak", 10), ("planned", 10), ("first step", 11),
+        ("case", 46), ("step", 9), ("plan", 9), ("peak", 10), ("plan", 10), ("first step", 11),
         ("GB/s", 6), ("hidden", 7),
     )  # fmt: skip
 
