@@ -55,7 +55,11 @@ PLUG_IN_FOLDERS = (
 NAME_EXCEPTIONS = (
     # torch's own words, which two plug-ins happen to share
     ("*", "devices/cpu.py", "torch's word for host memory, whatever the device"),
-    ("devices/rocm.py", "devices/cuda.py", "torch calls an AMD card's device type cuda as well"),
+    (
+        "devices/_torch_gpu.py",
+        "devices/cuda.py",
+        "torch calls an AMD card's device type cuda as well",
+    ),
     ("*", "arithmetic/bf16.py", "the field's word for a type of numbers, which tensors have too"),
     # facts of an architecture, which its family is there to state
     ("families/*", "objectives/*", "an architecture was trained with one objective"),
