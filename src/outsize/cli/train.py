@@ -64,7 +64,8 @@ def train(
         waypoints.mark("trainer imported")
         say_plan(site)
         trained = train_site(site, run, lambda report: show_step(site, report))
-        print_start(waypoints)
+        if trained.last is not None:
+            print_start(waypoints)
         print_stages(site.stages.finished)
         print_comparison(site, trained)
         print_pace(site, trained)
