@@ -314,6 +314,29 @@ def test_the_journal_holds_the_run_in_order(told: tuple[Path, list[Said]]) -> No
     assert adapter == 28
 
 
+def test_the_way_to_the_first_step_is_told_and_adds_up(told: tuple[Path, list[Said]]) -> None:
+    folder, (_, said, *_) = told
+    (boot,) = [
+        one
+        for one in read_journal(RunFolder(folder / "runs" / "run").journal)
+        if one["event"] == "boot"
+    ]
+    names = [leg["name"] for leg in boot["legs"]]
+    expected = ["Python started", "command read", "planned", "torch imported", "device opened"]
+    assert names[:5] == expected
+    assert names[-5:] == [
+        "store verified", "base built", "base loaded", "adapter attached", "first step done",
+    ]  # fmt: skip
+    passed = [leg["seconds"] for leg in boot["legs"]]
+    assert min(passed) >= 0
+    # each is rounded to a thousandth
+    assert sum(passed) == pytest.approx(boot["seconds"], abs=0.001 * len(passed))
+    table = said.text.split("Boot: from process start")[1].split("Where time and memory went")[0]
+    for name in names:
+        assert re.search(rf"^{name} .* s .*%$", table, re.MULTILINE), f"{name} in {table}"
+    assert "can be repeated bit for bit" in said.text
+
+
 def test_a_folder_is_exported_once_and_a_file_again(told: tuple[Path, list[Said]]) -> None:
     """What somebody may have changed in a folder is not overwritten; a file is replaced whole."""
     folder, said = told

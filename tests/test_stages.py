@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from outsize.app import stages as timed
-from outsize.app.stages import Stages
+from outsize.app.stages import Stage, Stages, prepare_seconds
 from outsize.base.journal import Journal, read_journal
 from outsize.devices.protocol import open_device
 
@@ -63,6 +63,15 @@ def test_a_stage_that_fails_is_not_finished_and_leaves_the_next_one_right(
         clock.now += 3
     journal.close()
     assert [(one.name, one.seconds) for one in stages.finished] == [("three", 3)]
+
+
+def test_seconds_of_preparing_are_found_by_slot() -> None:
+    stages = [
+        Stage("prepare base", 3.0, 0, 1),
+        Stage("load base", 2.0, 0, 1),
+        Stage("prepare vae", 1.0, 0, 1),
+    ]
+    assert prepare_seconds(stages) == {"base": 3.0, "vae": 1.0}
 
 
 class Card:
