@@ -264,7 +264,9 @@ def test_a_kernel_that_transposes_wrongly_is_reported(monkeypatch: pytest.Monkey
     def untransposed(
         codes: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...], group: int
     ) -> torch.Tensor:
-        return right.decode(codes, scales, shape, torch.float8_e4m3fn, group).reshape(64, 8)
+        return right.decode(codes, scales, shape, torch.float8_e4m3fn, group).reshape(
+            shape[1], shape[0]
+        )
 
     wrong = _nf4_decode.Kernel(right.decode, "triton 0", untransposed)
     monkeypatch.setattr(_nf4_decode, "_triton_kernel", lambda *_: wrong)

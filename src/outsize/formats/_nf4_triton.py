@@ -90,12 +90,15 @@ def decode(
 def decode_transposed(
     codes: Tensor, scales: Tensor, values: Tensor, shape: list[int], group: int
 ) -> Tensor:
-    """The transposed matrix (K, N) in e4m3, contiguous; arguments as for `decode`, N a multiple of 4."""
+    """The transposed matrix (K, N) in e4m3, contiguous; arguments as for `decode`, N a multiple of 16.
+
+    With N = 8, which no matrix unit takes, Triton 3.6 compiled the store wrongly on an H200.
+    """
     rows, columns = shape
-    out = torch.empty((columns, rows), dtype=_E4M3, device=codes.device)
+    words = torch.empty((columns, rows // 4), dtype=torch.int32, device=codes.device)
     grid = (triton.cdiv(columns // group, _TILE_GROUPS), triton.cdiv(rows, _TILE_ROWS))
     torch.library.wrap_triton(_transposing_kernel)[grid](
-        codes, scales, values, out.view(torch.int32), rows, columns // 2,
+        codes, scales, values, words, rows, columns // 2,
         HALF_GROUP=group // 2, ROWS=_TILE_ROWS, GROUPS=_TILE_GROUPS,
     )  # fmt: skip
-    return out
+    return words.view(_E4M3)
