@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from outsize.base import waypoints as module
+from outsize.base.garbage import collection_paused
 from outsize.base.waypoints import Waypoints, process_age_s
 
 
@@ -75,6 +77,24 @@ def test_a_process_is_as_old_as_its_parent_saw_it_begin() -> None:
     age_s = float(child.stdout)
     # the system counts in hundredths
     assert 0.3 <= age_s <= seen_s + 0.02
+
+
+def _fail_to_import() -> None:
+    with collection_paused():
+        raise ImportError(f"the collector was {gc.isenabled()}")
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_is_left_as_it_was(*, is_on: bool) -> None:
+    """Also when importing fails: a training without it would leak every cycle."""
+    if not is_on:
+        gc.disable()
+    try:
+        with pytest.raises(ImportError, match="the collector was False"):
+            _fail_to_import()
+        assert gc.isenabled() is is_on
+    finally:
+        gc.enable()
 
 
 def test_the_age_of_this_process_goes_on() -> None:

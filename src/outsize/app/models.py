@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from outsize.arithmetic.protocol import ARITHMETICS, Arithmetic
 from outsize.base.errors import MachineFault
+from outsize.base.garbage import collection_paused
 from outsize.layers.compiled import Transform, block_compiler
 from outsize.layers.model import FrozenModel
 from outsize.layers.offload import OffloadedInputs
@@ -57,8 +58,10 @@ def build_model(
     compute = plan.compute
     device.compute_exactly(is_wanted=training is None or compute.is_exact)
     is_offloading = training is not None and holding is not None and holding.offloads_inputs
+    with collection_paused():  # upstream's library is imported here
+        module = part.family.build(part.variant)
     return FrozenModel(
-        part.family.build(part.variant),
+        module,
         table=table,
         block_paths=part.family.block_paths(part.variant),
         packing=part.packing.formats,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outsize.base.errors import RecipeError
+from outsize.base.garbage import collection_paused
 from outsize.base.threads import settle_threads
 from outsize.base.waypoints import Waypoints
 
@@ -109,10 +110,11 @@ def open_site(
         plan.require_fit()
     waypoints.mark("planned")
     settle_threads()
-    import torch  # noqa: F401 - here, to know what it takes
+    with collection_paused():
+        import torch  # noqa: F401 - here, to know what it takes
 
-    waypoints.mark("torch imported")
-    from outsize.app.site import open_site as open_in_app
+        waypoints.mark("torch imported")
+        from outsize.app.site import open_site as open_in_app
     from outsize.base.units import parse_bytes
     from outsize.cli._progress import open_progress
 
