@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from outsize.devices.protocol import Device, open_device
 from outsize.families.protocol import FAMILIES
 from outsize.formats._packing import Packing, assign
 from outsize.formats.protocol import make_format
-from outsize.layers.compiled import Transform
+from outsize.layers.block import BlockRunner, EagerRunner
 from outsize.layers.loading import load_from_store_
 from outsize.layers.model import FrozenModel
 from outsize.placement._spread import as_tiers, choose_resident
@@ -54,7 +54,7 @@ class TinyBase:
         slots: int = 2,
         tiers: Sequence[Tier] = (),
         arithmetic: Arithmetic | None = None,
-        transform: Transform | None = None,
+        make_runner: Callable[[nn.Module], BlockRunner] = EagerRunner,
     ) -> FrozenModel:
         """Load it into a placement. tiers: of each block; as many resident as fit, the rest pinned, unless given."""
         device = device or open_device("cpu")
@@ -75,7 +75,7 @@ class TinyBase:
             device=device.torch_device,
             compute=device.compute_dtype,
             arithmetic=arithmetic,
-            transform=transform,
+            make_runner=make_runner,
         )
         load_from_store_(model, reader, device)
         self.family.materialise_buffers(module, device.torch_device)

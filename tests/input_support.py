@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from outsize.layers.block import wrap_block
+from outsize.layers.block import EagerRunner, wrap_block
 from outsize.layers.inputs import InputKeeper
 
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 WIDTH = 16
 POISON = 255  # every bit set: NaN in fp32 and bf16, -1 in integers
 
@@ -133,10 +134,18 @@ class Toy(nn.Module):
         self.singles = nn.ModuleList(Single() for _ in range(num_single))
         self.shared: list[Tensor] = []
 
-    def wrap(self, keeper: InputKeeper | None, **options: Any) -> Toy:
-        """Let every block run as blocks of a frozen model do."""
+    def wrap(self, keeper: InputKeeper | None, around: Around | None = None) -> Toy:
+        """Let every block run as blocks of a frozen model do; `around` is applied to each one's own forward."""
+
+        def make_runner(module: nn.Module) -> EagerRunner:
+            if around is not None:
+                module.forward = around(module.forward)
+            return EagerRunner(module)
+
         for block, module in enumerate([*self.doubles, *self.singles]):
-            wrap_block(module, block, NoWeights(), recomputes=True, keeper=keeper, **options)
+            wrap_block(
+                module, block, NoWeights(), recomputes=True, keeper=keeper, make_runner=make_runner
+            )
         return self
 
     def forward(self, noisy: Tensor, text: Tensor) -> Tensor:

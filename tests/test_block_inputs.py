@@ -152,7 +152,7 @@ def test_an_input_is_free_when_the_block_two_later_runs() -> None:
 
         return counting
 
-    toy = Toy(0, 8).wrap(keeper, transform=transform)
+    toy = Toy(0, 8).wrap(keeper, around=transform)
     keeper.begin()
     loss = toy(*batch_of(0)).mean()
     # of block i's predecessors only i - 1 is held as block i runs; block 0's text and image are two tensors
@@ -255,7 +255,7 @@ def test_a_step_after_a_failed_one_is_right(
         return failing
 
     keeper = offloaded(make())
-    toy = Toy().wrap(keeper, transform=transform)
+    toy = Toy().wrap(keeper, around=transform)
     with pytest.raises(FaultError) as raised:  # its traceback keeps the failed graph alive
         gradients(toy, keeper, STEPS[0])
     assert [gradients(toy, keeper, step) for step in STEPS] == expected
@@ -408,7 +408,7 @@ def test_a_transformed_forward_is_what_runs_both_times() -> None:
 
         return traced
 
-    plain, traced = Toy(1, 1).wrap(None), Toy(1, 1).wrap(SavedInputs(), transform=transform)
+    plain, traced = Toy(1, 1).wrap(None), Toy(1, 1).wrap(SavedInputs(), around=transform)
     assert gradients(traced, None, STEPS[0][:1]) == gradients(plain, None, STEPS[0][:1])
     assert names == ["Double", "Single", "Single", "Double"]
 

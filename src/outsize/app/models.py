@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from outsize.arithmetic.protocol import ARITHMETICS, Arithmetic
 from outsize.base.errors import MachineFault
 from outsize.base.garbage import collection_paused
-from outsize.layers.compiled import Transform, block_compiler
+from outsize.layers.block import EagerRunner
+from outsize.layers.compiled import BlockCompiler
 from outsize.layers.model import FrozenModel
 from outsize.layers.offload import OffloadedInputs
 from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings, Read
@@ -72,12 +73,10 @@ def build_model(
         recomputes=holding is None or not holding.keeps_activations,
         keeper=OffloadedInputs(device) if is_offloading else None,
         arithmetic=None if training is None else _arithmetic(plan, device),
-        transform=_compiler(training) if training is not None and compute.compiles else None,
+        make_runner=BlockCompiler(training.code_folder)
+        if training is not None and compute.compiles
+        else EagerRunner,
     )
-
-
-def _compiler(training: Training) -> Transform:
-    return block_compiler(training.code_folder, is_one_size=training.num_sizes == 1)
 
 
 def _arithmetic(plan: Plan, device: Device) -> Arithmetic:

@@ -10,7 +10,7 @@ Arguments are flattened to tensors and the rest, since autograd sees only tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,38 +29,47 @@ class Bound(Protocol):
         """Unbind them; the bytes may be overwritten by work queued later."""
 
 
-class BlockCall(torch.autograd.Function):
-    """Run a block without a graph; in backward run it again with one, under a single acquisition."""
+class BlockRunner(Protocol):
+    """Runs one block, whose weights are bound meanwhile. skeleton, tensors: its arguments, as `flatten` parts them."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        bound: Bound,
-        block: int,
-        run: Callable[[tuple[Tensor, ...]], Any],
-        keeper: InputKeeper,
-        _anchor: Tensor,
-        *tensors: Tensor,
-    ) -> Any:
-        ctx.bound, ctx.block, ctx.run, ctx.keeper = bound, block, run, keeper
-        saved, ctx.kept = keeper.keep(block, tensors)
-        ctx.save_for_backward(*saved)
-        bound.acquire(block)
-        with torch.no_grad():
-            out = run(tensors)
-        bound.release(block)
-        return out
+    def forward(self, skeleton: Any, tensors: tuple[Tensor, ...]) -> Any:
+        """What the block makes of its arguments; with a graph where gradients are enabled."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[5:]
-        given = ctx.keeper.take(ctx.kept, ctx.saved_tensors)
+    def backward(
+        self,
+        skeleton: Any,
+        tensors: tuple[Tensor, ...],
+        needed: Sequence[bool],
+        grads: tuple[Tensor | None, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """Run the block again and differentiate it: gradients of the needed tensors; those of parameters are added to theirs.
+
+        grads: of the block's outputs, None for one that nothing depends on.
+        """
+
+
+class EagerRunner:
+    """Runs a block as it is written, operation by operation."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._inner = module.forward
+
+    def forward(self, skeleton: Any, tensors: tuple[Tensor, ...]) -> Any:
+        args, kwargs = unflatten(skeleton, tensors)
+        return self._inner(*args, **kwargs)
+
+    def backward(
+        self,
+        skeleton: Any,
+        tensors: tuple[Tensor, ...],
+        needed: Sequence[bool],
+        grads: tuple[Tensor | None, ...],
+    ) -> tuple[Tensor | None, ...]:
         inputs = tuple(
-            one.detach().requires_grad_(need) for one, need in zip(given, needed, strict=True)
+            one.detach().requires_grad_(need) for one, need in zip(tensors, needed, strict=True)
         )
-        ctx.bound.acquire(ctx.block)
         with torch.enable_grad():
-            out = ctx.run(inputs)
+            out = self.forward(skeleton, inputs)
         outs = out if isinstance(out, tuple) else (out,)
         pairs = [
             (one, grad)
@@ -69,9 +78,41 @@ class BlockCall(torch.autograd.Function):
         ]
         if pairs:
             torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
+        return tuple(one.grad for one in inputs)
+
+
+class BlockCall(torch.autograd.Function):
+    """Run a block without a graph; in backward run it again with one, under a single acquisition."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        bound: Bound,
+        block: int,
+        call: tuple[BlockRunner, Any],
+        keeper: InputKeeper,
+        _anchor: Tensor,
+        *tensors: Tensor,
+    ) -> Any:
+        ctx.bound, ctx.block, ctx.call, ctx.keeper = bound, block, call, keeper
+        saved, ctx.kept = keeper.keep(block, tensors)
+        ctx.save_for_backward(*saved)
+        runner, skeleton = call
+        bound.acquire(block)
+        with torch.no_grad():
+            out = runner.forward(skeleton, tensors)
+        bound.release(block)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        runner, skeleton = ctx.call
+        tensors = ctx.keeper.take(ctx.kept, ctx.saved_tensors)
+        ctx.bound.acquire(ctx.block)
+        found = runner.backward(skeleton, tensors, ctx.needs_input_grad[5:], grads)
         ctx.bound.release(ctx.block)
         ctx.keeper.release(ctx.kept)
-        return (None, None, None, None, None, *(one.grad for one in inputs))
+        return (None, None, None, None, None, *found)
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
@@ -84,6 +125,22 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     if type(value) in (tuple, list):
         return type(value)(flatten(one, tensors) for one in value)
     return value
+
+
+def outline(skeleton: Any) -> Any:
+    """A hashable value, equal for skeletons that stand for the same call.
+
+    Raises: TypeError naming an argument that is neither tensor nor plain value.
+    """
+    if isinstance(skeleton, _Place):
+        return ("tensor", skeleton.index)
+    if isinstance(skeleton, dict):
+        return tuple((key, outline(one)) for key, one in skeleton.items())
+    if type(skeleton) in (tuple, list):
+        return tuple(outline(one) for one in skeleton)
+    if skeleton is None or isinstance(skeleton, bool | int | float | str | torch.dtype):
+        return (type(skeleton).__name__, skeleton)
+    raise TypeError(f"a block was called with a {type(skeleton).__name__}, which no graph can hold")
 
 
 def unflatten(skeleton: Any, tensors: tuple[Tensor, ...]) -> Any:
@@ -111,32 +168,26 @@ def wrap_block(
     *,
     recomputes: bool,
     keeper: InputKeeper | None = None,
-    transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    make_runner: Callable[[nn.Module], BlockRunner] = EagerRunner,
 ) -> None:
     """Replace a block module's forward, in place, by one that acquires its weights around every run.
 
     recomputes: keep only the block's inputs for backward and run it again there. Without it autograd keeps what the block
     computed, which is right only while the block's bytes stay where they are until backward is over. keeper: who keeps the
-    inputs; autograd, unless another is given. transform: applied to the block's own forward, as a compiler is; every run
-    is one of what it gives.
+    inputs; autograd, unless another is given. make_runner: called with the module as it is before.
     """
-    inner = module.forward if transform is None else transform(module.forward)
+    runner = make_runner(module)
     keeper = SavedInputs() if keeper is None else keeper
     anchor = torch.zeros((), requires_grad=True)  # asks autograd for a backward when no input does
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         tensors: list[Tensor] = []
         skeleton = flatten((args, kwargs), tensors)
-
-        def run(given: tuple[Tensor, ...]) -> Any:
-            args, kwargs = unflatten(skeleton, given)
-            return inner(*args, **kwargs)
-
         if torch.is_grad_enabled() and recomputes:
             call: Callable[..., Any] = BlockCall.apply
-            return call(bound, block, run, keeper, anchor, *tensors)
+            return call(bound, block, (runner, skeleton), keeper, anchor, *tensors)
         bound.acquire(block)
-        out = run(tuple(tensors))
+        out = runner.forward(skeleton, tuple(tensors))
         bound.release(block)
         return out
 

@@ -1,65 +1,337 @@
-"""Blocks through torch.compile: one graph for each kind of block and way of running it, shared by all blocks of the kind.
+"""Blocks as compiled graphs: one for the way up, one for recompute and backward together, shared by all blocks of a kind.
 
-Compiling changes rounding, so it is part of what a run is, not of where it runs. It must never give up in silence: a
-block that breaks into several graphs, or needs more graphs than allowed, is an error. What was compiled is kept in a folder,
-so that the minute it takes is paid once per machine.
+A block is traced once for each kind and shape of its arguments: its own code runs on tensors without memory, and what
+reaches torch's operators is written down, gradients included. Nothing of Python is left in the graph, so no guard is checked
+when it runs (with PEFT's many attributes that alone took longer than a block's arithmetic), no break can split it, and
+recompute and backward, being one graph, need neither autograd's bookkeeping nor a choice of what to save between them.
+Weights, packed parts and the adapter's matrices are arguments like any other: that is what lets blocks share a graph.
 
-Where pictures come in several sizes the number of tokens is compiled as a variable from the start: a graph that depended on
-which size came first would make a resumed run differ from an unbroken one.
+Two blocks are of one kind when their modules agree in types, plain attributes, shapes and formats (`_signature`). What a
+block is, its adapter included, is looked at when it first runs and must not change afterwards.
+
+Every size of pictures has its own graphs: one that served several would depend on which came first, and a resumed run would
+differ from an unbroken one. What was compiled is kept in a folder, so that the time it takes is spent once per machine.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-# Kinds of blocks x (upwards without a graph, downwards with one) x what a family's arguments vary in; far above what any
-# family needs, so reaching it means that something recompiles every time.
-_MAX_GRAPHS = 32
+from outsize.layers.block import outline, unflatten
+from outsize.layers.frozen import FrozenLinear
 
-_COMPILED_IN = ("layers", "arithmetic", "formats")
+# PEFT's layers know their own path; which of the blocks it leads to makes no difference.
+_BLOCK_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
-Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def block_compiler(
-    cache: Path, *, is_one_size: bool, backend: str | Callable[..., Any] = "inductor"
-) -> Transform:
-    """What makes a compiled forward of a block's own.
-
-    cache: folder for compiled code, kept between runs. is_one_size: every pass has the same number of tokens. backend: what
-    torch.compile gives its graphs to.
-    """
-    folder = cache / _own_code_digest()
-    # read by inductor and Triton when they are first used
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
-    import torch._dynamo.config as settings
-    import torch._functorch.config as tracing
-
-    # Its keys do not see the code of autograd functions, so torch leaves such graphs out; the folder's name sees ours.
-    tracing.autograd_cache_allow_custom_autograd_functions = True
-
-    settings.recompile_limit = _MAX_GRAPHS
-    settings.accumulated_recompile_limit = 8 * _MAX_GRAPHS
-    settings.fail_on_recompile_limit_hit = True
-
-    def compile_block(forward: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(forward, fullgraph=True, dynamic=not is_one_size, backend=backend)
-
-    return compile_block
+# From a graph and example arguments to what runs it: arguments in, list of results out.
+CompileGraph = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
 
 
-def _own_code_digest() -> str:
-    """Of all our code that is compiled into a block."""
-    package = Path(__file__).parent.parent
-    files = (file for name in _COMPILED_IN for file in sorted((package / name).glob("*.py")))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+class BlockCompiler:
+    """Makes runners that share their graphs. num_graphs: compiled so far; cache: folder for compiled code."""
+
+    def __init__(self, cache: Path, *, compile_graph: CompileGraph | None = None) -> None:
+        # read by inductor and Triton when they are first used
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+        os.environ["TRITON_CACHE_DIR"] = str(cache / "triton")
+        self._compile = _by_inductor if compile_graph is None else compile_graph
+        self._graphs: dict[Any, Graph] = {}
+        self._kinds: dict[Any, int] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def __call__(self, module: nn.Module) -> CompiledRunner:
+        """The runner of one block."""
+        return CompiledRunner(module, self)
+
+    def kind(self, signature: tuple[Any, ...]) -> int:
+        """A number for a kind of block: signatures are long, and slow to compare at every call."""
+        return self._kinds.setdefault(signature, len(self._kinds))
+
+    def graph(
+        self, key: Any, trace: Callable[[], tuple[torch.fx.GraphModule, list[Tensor], Any]]
+    ) -> Graph:
+        """The graph of a key, traced and compiled if it is new."""
+        if key not in self._graphs:
+            traced, examples, places = trace()
+            self._graphs[key] = Graph(self._compile(traced, examples), places)
+        return self._graphs[key]
+
+
+class Graph:
+    """A compiled graph. places: what its results are, as its tracer knows them."""
+
+    def __init__(self, run: Callable[..., Sequence[Tensor]], places: Any) -> None:
+        self.run, self.places = run, places
+
+
+class CompiledRunner:
+    """Runs one block through graphs that it shares with others of its kind."""
+
+    def __init__(self, module: nn.Module, compiler: BlockCompiler) -> None:
+        self._module, self._inner, self._compiler = module, module.forward, compiler
+        self._state: _State | None = None
+
+    def forward(self, skeleton: Any, tensors: tuple[Tensor, ...]) -> Any:
+        assert not torch.is_grad_enabled(), "a compiled block runs again in backward"
+        state = self._taken()
+        key = ("up", self._kind, outline(skeleton), _shapes(tensors))
+        graph = self._compiler.graph(key, lambda: self._trace_up(state, skeleton, tensors))
+        found = graph.run(*tensors, *state.tensors())
+        return tuple(found) if graph.places == "tuple" else found[0]
+
+    def backward(
+        self,
+        skeleton: Any,
+        tensors: tuple[Tensor, ...],
+        needed: Sequence[bool],
+        grads: tuple[Tensor | None, ...],
+    ) -> tuple[Tensor | None, ...]:
+        state = self._taken()
+        # those of a concatenation are slices; laid out alike, all blocks of a kind share one graph
+        given = [one.contiguous() for one in grads if one is not None]
+        where = tuple(one is not None for one in grads)
+        # a gradient that nobody needs is computed all the same: the first block then shares the others' graph
+        wanted = tuple(one.is_floating_point() and _is_stream(one, given) for one in tensors)
+        wanted = tuple(one or bool(need) for one, need in zip(wanted, needed, strict=True))
+        key = (
+            "down",
+            self._kind,
+            outline(skeleton),
+            _shapes(tensors),
+            wanted,
+            where,
+            _shapes(given),
+        )
+        graph = self._compiler.graph(
+            key, lambda: self._trace_down(state, skeleton, tensors, wanted, where, given)
+        )
+        with torch.no_grad():
+            found = dict(
+                zip(graph.places, graph.run(*tensors, *state.tensors(), *given), strict=True)
+            )
+            for number, one in enumerate(state.trained):
+                grad = found.get(("parameter", number))
+                if grad is not None:
+                    one.grad = grad if one.grad is None else one.grad.add_(grad)
+        return tuple(
+            found.get(("input", number)) if need else None for number, need in enumerate(needed)
+        )
+
+    def _taken(self) -> _State:
+        if self._state is None:
+            self._state = _State(self._module)
+            self._kind = self._compiler.kind(_signature(self._module))
+        return self._state
+
+    def _trace_up(
+        self, state: _State, skeleton: Any, tensors: tuple[Tensor, ...]
+    ) -> tuple[torch.fx.GraphModule, list[Tensor], str]:
+        count, kind = len(tensors), ""
+
+        def run(*flat: Tensor) -> list[Tensor]:
+            nonlocal kind
+            with torch.no_grad(), state.replaced(flat[count:]):
+                args, kwargs = unflatten(skeleton, flat[:count])
+                out = self._inner(*args, **kwargs)
+            kind = "tuple" if isinstance(out, tuple) else "one"
+            return list(out) if isinstance(out, tuple) else [out]
+
+        examples = [*tensors, *state.tensors()]
+        return _traced(run, examples), examples, kind
+
+    def _trace_down(  # noqa: PLR0917 - all of a call
+        self,
+        state: _State,
+        skeleton: Any,
+        tensors: tuple[Tensor, ...],
+        wanted: tuple[bool, ...],
+        where: tuple[bool, ...],
+        given: list[Tensor],
+    ) -> tuple[torch.fx.GraphModule, list[Tensor], list[tuple[str, int]]]:
+        num_inputs, num_state = len(tensors), len(state.tensors())
+        places: list[tuple[str, int]] = []
+
+        def run(*flat: Tensor) -> list[Tensor]:
+            inputs = [
+                one.detach().requires_grad_(need)
+                for one, need in zip(flat[:num_inputs], wanted, strict=True)
+            ]
+            own, trained = state.differentiable(flat[num_inputs : num_inputs + num_state])
+            with torch.enable_grad(), state.replaced(own):
+                args, kwargs = unflatten(skeleton, tuple(inputs))
+                out = self._inner(*args, **kwargs)
+                outs = out if isinstance(out, tuple) else (out,)
+                ends = [one for one, is_given in zip(outs, where, strict=True) if is_given]
+                starts = [one for one in inputs if one.requires_grad] + trained
+                found = torch.autograd.grad(
+                    ends, starts, flat[num_inputs + num_state :], allow_unused=True
+                )
+            names = [("input", number) for number, need in enumerate(wanted) if need]
+            names += [("parameter", number) for number in range(len(trained))]
+            there = [(name, one) for name, one in zip(names, found, strict=True) if one is not None]
+            places[:] = [name for name, _ in there]
+            return [one for _, one in there]
+
+        examples = [*tensors, *state.tensors(), *given]
+        return _traced(run, examples), examples, places
+
+
+class _State:
+    """A block's own tensors in a fixed order: parameters, buffers, and the parts that are bound to its frozen linears."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owned: list[tuple[dict[str, Any], str]] = []
+        for owner in module.modules():
+            for held in (owner._parameters, owner._buffers):  # noqa: SLF001 - to put others in their place
+                self._owned += [
+                    (held, name)
+                    for name, one in held.items()
+                    if one is not None and not one.is_meta
+                ]
+        self._frozen = [one for one in module.modules() if isinstance(one, FrozenLinear)]
+        self._is_trained = [held[name].requires_grad for held, name in self._owned]
+        self._decode_once()
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that learn."""
+        return [
+            held[name]
+            for (held, name), learns in zip(self._owned, self._is_trained, strict=True)
+            if learns
+        ]
+
+    def tensors(self) -> list[Tensor]:
+        """All, as they are bound now."""
+        own: list[Tensor] = [held[name] for held, name in self._owned]
+        for layer in self._frozen:
+            assert layer.parts is not None, "a block runs only while it is acquired"
+            own += layer.parts
+        return own
+
+    def differentiable(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The same tensors with those that learn as leaves; and these alone."""
+        learns = [*self._is_trained, *(False for _ in tensors[len(self._is_trained) :])]
+        own = [
+            one.detach().requires_grad_(is_leaf)
+            for one, is_leaf in zip(tensors, learns, strict=True)
+        ]
+        return own, [one for one in own if one.requires_grad]
+
+    @contextmanager
+    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Others in the place of all, in the order of `tensors()`, within the block."""
+        before = self.tensors()
+        self._put(tensors)
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    def _decode_once(self) -> None:
+        """Use every format before it is traced: what it makes at first use, and keeps, would be a tensor without values."""
+        by_size = sorted(self._frozen, key=lambda one: one.in_features * one.out_features)
+        smallest = {repr(one.format): one for one in reversed(by_size)}
+        for one in smallest.values():
+            assert one.parts is not None, "a block runs only while it is acquired"
+            one.decode(one.parts, one.weight.dtype)
+
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        rest = iter(tensors)
+        for held, name in self._owned:
+            held[name] = next(rest)
+        for layer in self._frozen:
+            layer.parts = tuple(next(rest) for _ in layer.part_names)
+
+
+def _traced(run: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> torch.fx.GraphModule:
+    """What `run` does to tensors like these; nothing is computed."""
+    detached = [one.detach() for one in examples]
+    with torch.no_grad():
+        # tables that formats look values up in are constants of the graph
+        graph: torch.fx.GraphModule = make_fx(
+            run, tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*detached)
+    return graph
+
+
+def _by_inductor(
+    graph: torch.fx.GraphModule, examples: list[Tensor]
+) -> Callable[..., Sequence[Tensor]]:
+    import torch._inductor as inductor
+
+    with torch.no_grad():
+        compiled: Callable[..., Sequence[Tensor]] = inductor.compile(
+            graph, [one.detach() for one in examples]
+        )
+    return compiled
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple((one.shape, one.stride(), one.dtype, one.device) for one in tensors)
+
+
+def _is_stream(tensor: Tensor, grads: Sequence[Tensor]) -> bool:
+    """Whether a block's argument looks like what runs through all blocks: the shape of one of its results."""
+    return any(tensor.shape == one.shape and tensor.dtype == one.dtype for one in grads)
+
+
+def _signature(module: nn.Module) -> tuple[Any, ...]:
+    """All that a block's code may ask of itself beside the values of its tensors."""
+    rows: list[Any] = []
+    for path, one in module.named_modules():
+        tensors = {**one._parameters, **one._buffers}  # noqa: SLF001 - as they stand, None included
+        metas = tuple(
+            (name, None if t is None else (t.shape, t.dtype, t.requires_grad, t.is_meta))
+            for name, t in tensors.items()
+        )
+        rows.append(
+            (
+                path,
+                _type_name(one),
+                _plain(vars(one), skip=("_parameters", "_buffers", "_modules", "parts")),
+                metas,
+            )
+        )
+        if isinstance(one, FrozenLinear):
+            rows.append((repr(one.format), _type_name(one.arithmetic)))
+    return tuple(rows)
+
+
+def _plain(
+    values: dict[str, Any], *, depth: int = 2, skip: tuple[str, ...] = ()
+) -> tuple[Any, ...]:
+    """The plain values among attributes, those within containers and simple objects too."""
+    return tuple((name, _as_plain(one, depth)) for name, one in values.items() if name not in skip)
+
+
+def _as_plain(value: Any, depth: int) -> Any:
+    if isinstance(value, str):
+        return _BLOCK_NUMBER.sub("#", value)
+    if value is None or isinstance(value, bool | int | float | torch.dtype):
+        return value
+    if depth and isinstance(value, tuple | list | set | frozenset):
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        return tuple(_as_plain(one, depth - 1) for one in items)
+    if depth and isinstance(value, dict):
+        return tuple((str(key), _as_plain(one, depth - 1)) for key, one in value.items())
+    is_simple = hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type)
+    if depth and is_simple and not callable(value):
+        return (_type_name(value), _plain(vars(value), depth=depth - 1))
+    return _type_name(value)
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from outsize.base.table import ShapeTable
-from outsize.layers.block import wrap_block
+from outsize.layers.block import BlockRunner, EagerRunner, wrap_block
 from outsize.layers.frozen import FrozenLinear
 from outsize.layers.inputs import InputKeeper, SavedInputs
 from outsize.weights.packet import Packet, view
@@ -75,7 +75,7 @@ class FrozenModel:
     """The module, and the binding of its blocks to packets.
 
     compute: type of the small tensors and of activations. Buffers that the table lists stay fp32. keeper: of block inputs;
-    autograd, unless another is given. arithmetic: of products with frozen matrices. transform: made of each block's forward,
+    autograd, unless another is given. arithmetic: of products with frozen matrices. make_runner: how each block is run,
     to compile it.
     """
 
@@ -93,7 +93,7 @@ class FrozenModel:
         recomputes: bool = True,
         keeper: InputKeeper | None = None,
         arithmetic: Arithmetic | None = None,
-        transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        make_runner: Callable[[nn.Module], BlockRunner] = EagerRunner,
     ) -> None:
         self.module, self.placement, self.packets = module, placement, packets
         self.keeper: InputKeeper = SavedInputs() if keeper is None else keeper
@@ -107,7 +107,7 @@ class FrozenModel:
                 self,
                 recomputes=recomputes,
                 keeper=self.keeper,
-                transform=transform,
+                make_runner=make_runner,
             )
 
     def begin(self, sweep: Literal["forward", "train"]) -> None:
