@@ -1,151 +1,169 @@
-"""Compiled blocks: whole graphs, as few as there are ways to run, and the gradients of blocks that are not compiled.
+"""Compiled blocks: as few graphs as there are kinds and sizes, and the bits of blocks that run operation by operation.
 
-Graphs are captured as always, and differentiated ahead of time where that is asked ("aot_eager"), but run operation by
-operation: what the last stage makes of them needs a card, or a compiler for C++ and minutes.
+Graphs are traced and run as they are; what inductor makes of them needs a card, or a compiler for C++ and minutes.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.config
 from adapted_support import attach, loss_of
 from engine_support import TinyBase, make_tiny, tiny_inputs
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from outsize.arithmetic.protocol import ARITHMETICS, Arithmetic
+from outsize.formats import _int4_kernels, _nf4_kernels
 from outsize.formats.protocol import make_format
-from outsize.layers.block import wrap_block
-from outsize.layers.compiled import Transform, block_compiler
+from outsize.layers.block import EagerRunner, wrap_block
+from outsize.layers.compiled import BlockCompiler
 from outsize.layers.frozen import FrozenLinear
 from outsize.layers.model import FrozenModel
 
-WAYS = 2  # of running a block: upwards without a graph, downwards with one
-# the compiler itself looks at a block's inputs, which are no leaves (torch 2.13)
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+WAYS = 2  # of running a block: up, and down again
 
 
-@pytest.fixture(autouse=True)
-def _compiler_is_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a compiler sets for the whole process ends with the test."""
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BlockCompiler:
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, "")
-    settings = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
-    before = {name: getattr(torch._dynamo.config, name) for name in settings}
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(before):
-        yield
-    torch.compiler.reset()
+        monkeypatch.setenv(
+            name, ""
+        )  # what a compiler sets for the whole process ends with the test
+    return BlockCompiler(tmp_path, compile_graph=lambda graph, examples: graph)  # noqa: ARG005
 
 
 class Mlp(nn.Module):
-    """A block of two frozen linears with something between."""
+    """A block of two frozen linears with something between, and a gain that learns."""
 
-    def __init__(self, arithmetic: Arithmetic, seed: int) -> None:
+    def __init__(
+        self, arithmetic: Arithmetic, seed: int, power: int, *, name: str = "plain"
+    ) -> None:
         super().__init__()
-        fmt = make_format("plain")
+        fmt, self.power = make_format(name), power
         self.up, self.down = (
             FrozenLinear(
                 *sizes, has_bias=True, fmt=fmt, compute=torch.float32, arithmetic=arithmetic
             )
-            for sizes in ((32, 64), (64, 32))
+            for sizes in ((64, 128), (128, 64))
         )
+        self.gain = nn.Parameter(torch.full((64,), 0.5))
         generator = torch.Generator().manual_seed(seed)
-        self.values: list[tuple[FrozenLinear, Tensor]] = []
+        self.values: list[tuple[FrozenLinear, Mapping[str, Tensor]]] = []
         for layer in (self.up, self.down):
             size = (layer.out_features, layer.in_features)
-            self.values.append((layer, torch.randn(size, generator=generator).bfloat16()))
+            encoder = fmt.encoder(size)
+            encoder.push(torch.randn(size, generator=generator))
+            self.values.append((layer, encoder.finish()))
             bias = torch.randn(layer.out_features, generator=generator)
             layer.bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor, *, scale: float) -> Tensor:
-        return x + scale * self.down(nn.functional.gelu(self.up(x)))
+        hidden = nn.functional.gelu(self.up(x)).pow(self.power)
+        return x + scale * self.gain * self.down(hidden)
 
 
 class Blocks:
     """Binds a block's weights while it runs, as a model does."""
 
-    def __init__(self, arithmetic: Arithmetic, transform: Transform | None) -> None:
-        self.blocks = [Mlp(arithmetic, seed) for seed in range(3)]
+    def __init__(
+        self,
+        compiler: BlockCompiler | None,
+        *,
+        name: str = "bf16",
+        fmt: str = "plain",
+        powers: tuple[int, ...] = (1, 1, 1),
+    ) -> None:
+        arithmetic = ARITHMETICS.load(name)
+        self.blocks = [Mlp(arithmetic, seed, power, name=fmt) for seed, power in enumerate(powers)]
+        runner: Any = compiler or EagerRunner
         for number, block in enumerate(self.blocks):
-            wrap_block(block, number, self, recomputes=True, transform=transform)
+            wrap_block(block, number, self, recomputes=True, make_runner=runner)
 
     def acquire(self, block: int) -> None:
-        for layer, value in self.blocks[block].values:
-            layer.bind(dict.fromkeys(layer.part_names, value))
+        for layer, parts in self.blocks[block].values:
+            layer.bind(parts)
 
     def release(self, block: int) -> None:
         for layer, _ in self.blocks[block].values:
             layer.bind(None)
 
-    def gradient(self, tokens: int) -> Tensor:
-        x = torch.randn(2, tokens, 32, generator=torch.Generator().manual_seed(tokens))
+    def gradients(self, tokens: int, scale: Any = 0.5) -> list[Tensor]:
+        """Of the input and of every gain, the latter added to what was there."""
+        x = torch.randn(2, tokens, 64, generator=torch.Generator().manual_seed(tokens))
         y = x.requires_grad_()
         for block in self.blocks:
-            y = block(y, scale=0.5)
+            y = block(y, scale=scale)
         y.square().sum().backward()
-        assert x.grad is not None
-        return x.grad
+        found = [x.grad, *(block.gain.grad for block in self.blocks)]
+        assert all(one is not None for one in found)
+        return [one.clone() for one in found if one is not None]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("name", ARITHMETICS.names())
-def test_blocks_of_a_kind_share_their_graphs_whatever_the_size(name: str, tmp_path: Path) -> None:
-    """The number of tokens is a variable from the first graph on, so no order of sizes leads to other graphs.
-
-    Else a resumed run, whose first size may be another, would compute with other code than an unbroken one.
-    """
-    arithmetic = ARITHMETICS.load(name)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiler = block_compiler(tmp_path, is_one_size=False, backend=counter)
-    compiled, eager = Blocks(arithmetic, compiler), Blocks(arithmetic, None)
-    for tokens in (24, 48, 6):
-        found, wanted = compiled.gradient(tokens), eager.gradient(tokens)
-        assert (found - wanted).norm() / wanted.norm() < 1e-5
-        assert counter.frame_count == WAYS
+def test_blocks_of_a_kind_share_their_graphs_and_every_size_has_its_own(
+    name: str, compiler: BlockCompiler
+) -> None:
+    """A graph for several sizes would depend on which came first, and a resumed run differ from an unbroken one."""
+    compiled, eager = Blocks(compiler, name=name), Blocks(None, name=name)
+    for number, tokens in enumerate((24, 48, 24), start=1):
+        assert equal(compiled.gradients(tokens), eager.gradients(tokens))
+        assert compiler.num_graphs == WAYS * min(number, 2)
 
 
-def test_a_single_size_is_compiled_as_a_constant(tmp_path: Path) -> None:
-    """Faster code; another size would then be another graph."""
-    counter = CompileCounterWithBackend("eager")
-    compiler = block_compiler(tmp_path, is_one_size=True, backend=counter)
-    blocks = Blocks(ARITHMETICS.load("bf16"), compiler)
-    blocks.gradient(24)
-    assert counter.frame_count == WAYS
-    inputs = (node for graph in counter.graphs for node in graph.graph.nodes)
-    sizes = {size for node in inputs if node.op == "placeholder" for size in _sizes(node)}
-    assert all(isinstance(size, int) for size in sizes)
-    assert 24 in sizes
+def test_blocks_that_differ_in_a_plain_attribute_are_of_two_kinds(compiler: BlockCompiler) -> None:
+    """Python's values are baked into a graph; sharing it would compute the first block's over and over."""
+    powers = (1, 2, 1)
+    compiled, eager = Blocks(compiler, powers=powers), Blocks(None, powers=powers)
+    assert equal(compiled.gradients(8), eager.gradients(8))
+    assert compiler.num_graphs == 2 * WAYS
 
 
-def _sizes(node: torch.fx.Node) -> tuple[object, ...]:
-    value = node.meta.get("example_value")
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
+def test_plain_arguments_are_part_of_the_graph(compiler: BlockCompiler) -> None:
+    compiled, eager = Blocks(compiler), Blocks(None)
+    for scale in (0.5, 0.25):
+        assert equal(compiled.gradients(8, scale), eager.gradients(8, scale))
+    assert compiler.num_graphs == 2 * WAYS
 
 
-def test_too_many_graphs_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running uncompiled from then on would be another run than was planned, and slow without a word."""
-    monkeypatch.setattr("outsize.layers.compiled._MAX_GRAPHS", 3)
-    compiler = block_compiler(tmp_path, is_one_size=True, backend="eager")
-    blocks = Blocks(ARITHMETICS.load("bf16"), compiler)
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        list(map(blocks.gradient, range(8, 20)))
+def test_an_argument_that_no_graph_can_hold_is_named(compiler: BlockCompiler) -> None:
+    class Odd(float):
+        __slots__ = ()
+
+    class Other:
+        def __mul__(self, other: Tensor) -> Tensor:
+            return other * 0.5
+
+    with pytest.raises(TypeError, match="called with a Other, which no graph can hold"):
+        Blocks(compiler).gradients(8, Other())
+    assert equal(Blocks(compiler).gradients(8, Odd(0.5)), Blocks(None).gradients(8))
 
 
-def test_a_block_that_breaks_its_graph_is_an_error(tmp_path: Path) -> None:
-    class Breaking(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            torch._dynamo.graph_break()
-            return x + 1
+def test_keeping_activations_is_no_way_to_run_a_compiled_block(compiler: BlockCompiler) -> None:
+    """Its graph of the way up has no gradients: without recompute nothing would be learned."""
+    blocks = Blocks(None)
+    block = Mlp(ARITHMETICS.load("bf16"), 0, 1)
+    blocks.blocks[:] = [block]
+    wrap_block(block, 0, blocks, recomputes=False, make_runner=compiler)
+    with pytest.raises(AssertionError, match="runs again in backward"):
+        blocks.gradients(8)
 
-    block = Breaking()
-    block.forward = block_compiler(tmp_path, is_one_size=True, backend="eager")(block.forward)  # type: ignore[method-assign]
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        block(torch.zeros(2))
+
+@pytest.mark.parametrize("name", ["nf4", "int4"])
+def test_a_format_that_is_first_used_in_a_compiled_block_keeps_its_values(
+    name: str, compiler: BlockCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a format looks up is made at first use, and kept; made within a trace it would have no values, for everybody."""
+    monkeypatch.setattr(_nf4_kernels, "_decode_tables", {})
+    monkeypatch.setattr(_int4_kernels, "_tables", {})
+    found = Blocks(compiler, fmt=name).gradients(8)
+    assert equal(found, Blocks(None, fmt=name).gradients(8))
 
 
 # --- a whole base ----------------------------------------------------------------------------------
@@ -169,22 +187,29 @@ def gradients(
         yield step
 
 
-@pytest.mark.slow  # upstream's blocks take half a minute to capture
+@pytest.mark.parametrize("family", ["flux1", "flux2"])
 @pytest.mark.parametrize("name", ARITHMETICS.names())
-def test_compiled_gradients_are_those_of_eager_blocks(
-    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+def test_compiled_gradients_are_those_of_eager_blocks_bit_for_bit(
+    family: str, name: str, compiler: BlockCompiler, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Upstream's blocks under PEFT: they capture whole, and no size of picture adds a graph to the first one's."""
-    base = make_tiny(tmp_path_factory.mktemp("base"), "flux2", ("nf4", {}), variant="tiny@2+1")
-    sizes, arithmetic = [(4, 6), (6, 8), (2, 6)], ARITHMETICS.load(name)
+    """Upstream's blocks under PEFT, streamed, from several formats: every graph serves weights that it was not traced with."""
+    base = make_tiny(tmp_path_factory.mktemp("base"), family, ("nf4", {"scales": "double"}))
+    sizes, arithmetic = [(4, 4), (6, 8), (4, 4)], ARITHMETICS.load(name)
     wanted = list(gradients(base, base.open("stream", arithmetic=arithmetic), sizes))
-    counter = CompileCounterWithBackend("aot_eager")
-    compiler = block_compiler(tmp_path, is_one_size=False, backend=counter)
-    model = base.open("stream", arithmetic=arithmetic, transform=compiler)
+    model = base.open("stream", arithmetic=arithmetic, make_runner=compiler)
     counts = []
-    for found, one in itertools.zip_longest(gradients(base, model, sizes), wanted):
-        for key, right in one.items():
-            difference = (found[key] - right).norm() / right.norm()
-            assert difference < 1e-5, f"{key} differs by {difference}"
-        counts.append(counter.frame_count)
-    assert counts == counts[:1] * len(sizes)
+    for found, right in zip(gradients(base, model, sizes), wanted, strict=True):
+        assert found.keys() == right.keys()
+        assert [key for key in right if not torch.equal(found[key], right[key])] == []
+        counts.append(compiler.num_graphs)
+    assert counts[1] == 2 * counts[0] == counts[2]
+
+
+def test_the_first_and_the_last_block_share_the_graphs_of_the_others(
+    compiler: BlockCompiler, tmp_path: Path
+) -> None:
+    """Nobody needs the gradients of the first one's inputs, and those of the last double one come as slices."""
+    base = make_tiny(tmp_path, "flux2", ("nf4", {}))
+    model = base.open("resident", make_runner=compiler)
+    next(gradients(base, model, [(4, 4)]))
+    assert compiler.num_graphs == WAYS * len({"double", "single"})
