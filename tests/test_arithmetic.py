@@ -227,7 +227,7 @@ def test_each_value_is_within_a_sixteenth_of_itself(
     assert bool(((near - values.double()).abs() <= allowed).all())
     largest = values.float().abs().amax(1)
     used = codes.float().abs().amax(1)
-    assert bool((used[largest > 1e-12] == 448).all()), "the range is used"
+    assert bool((used[largest > fp8._SMALLEST_SCALE] == fp8._LARGEST).all()), "the range is used"
 
 
 @pytest.mark.parametrize(

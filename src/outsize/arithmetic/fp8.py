@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MULTIPLE = 16  # what the matrix units want of N and K
+_LARGEST = 448.0  # of e4m3
+_SMALLEST_SCALE = 1e-12  # a row of zeros
 _ALLOWED_ERROR = 0.06  # e4m3 has 3 bits of mantissa: two operands each off by at most 1/16, 0.037 seen on random ones
 _FIRST_CAPABILITY = (8, 9)
 _faults: dict[tuple[str, int | None], str | None] = {}
@@ -49,10 +51,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     import torch
 
     flat_RK = x.reshape(-1, x.shape[-1])
-    # Constants stand here, because a module's number is a variable to torch.compile where sizes are, and one that it cannot
-    # pass into an autograd function (torch 2.13; tests/test_compiled.py). 1e-12: for a row of zeros.
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    scale_R1 = flat_RK.abs().amax(1, keepdim=True).float().clamp_min(1e-12) / largest
+    scale_R1 = flat_RK.abs().amax(1, keepdim=True).float().clamp_min(_SMALLEST_SCALE) / _LARGEST
     return (flat_RK.float() / scale_R1).to(torch.float8_e4m3fn), scale_R1
 
 
