@@ -9,7 +9,7 @@ held-out cats, which no training saw, with the same noise and noise levels for e
     python tools/fp8_teaching.py --out teaching --merge         # the table of the parts that are there
 
 Rule: a figure is no worse within seed noise when its mean over seeds is worse by at most one standard deviation of a single
-run, pooled over both arithmetics. Scores count whole pictures, so their deviation is taken as one picture at least.
+run, pooled over both. Scores count whole pictures, so their deviation is taken as one picture at least.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def merge(out: Path) -> dict[str, Any]:
     }
     seeds = sorted(of[REFERENCE].keys() & of[TRIED].keys())
     if len(seeds) < 2:
-        raise SystemExit(
-            f"{out} holds {len(seeds)} seeds of both arithmetics; two are needed at least"
-        )
+        raise SystemExit(f"{out} holds {len(seeds)} seeds in both; two are needed at least")
 
     def figures(section: str, key: str) -> list[list[float]]:
         return [[of[name][seed][section][key] for seed in seeds] for name in (REFERENCE, TRIED)]
@@ -105,8 +103,8 @@ def merge(out: Path) -> dict[str, Any]:
         ),
     }
     return {
-        "what": "the teaching base trained in two arithmetics, judged in the compute type",
-        "rule": "worse by at most one standard deviation of a single run, pooled over both arithmetics",
+        "what": "the teaching base trained both ways, judged in the compute type",
+        "rule": "worse by at most one standard deviation of a single run, pooled over both",
         "seeds": seeds,
         "judged": judged,
         "no_worse": all(one["no_worse"] for one in judged.values()),
