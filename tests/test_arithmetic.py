@@ -50,15 +50,32 @@ class Matrix:
         self.decoded += 1
         return self._weight.to(dtype)
 
+    def e4m3_scales(self, parts: Parts) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+        if not self._has_direct:
+            return None
+        return quantise_rows(self._weight)[1], quantise_rows(self._weight.t())[1]
+
     def decode_e4m3(
         self,
         parts: Parts,  # noqa: ARG002
+        row_scales: Tensor,
         *,
         is_transposed: bool,
-    ) -> tuple[Tensor, Tensor] | None:
-        if not self._has_direct:
-            return None
-        return quantise_rows(self._weight.t() if is_transposed else self._weight)
+    ) -> Tensor:
+        weight = self._weight.t() if is_transposed else self._weight
+        return (weight / row_scales).to(torch.float8_e4m3fn).contiguous()
+
+
+def multiplied(
+    arithmetic: Arithmetic, x: Tensor, matrix: Matrix, bias: Tensor | None = None
+) -> Tensor:
+    """As a layer does it."""
+    return arithmetic.multiply(x, matrix, (), arithmetic.prepare(matrix, ()), bias)
+
+
+def multiplied_back(arithmetic: Arithmetic, grad: Tensor, matrix: Matrix) -> Tensor:
+    """The gradient of x, as a layer has it computed."""
+    return arithmetic.multiply_transposed(grad, matrix, (), arithmetic.prepare(matrix, ()))
 
 
 def drawn(*shape: int, seed: int, outliers: float = 1.0) -> Tensor:
@@ -88,7 +105,7 @@ def allowed_error(name: str) -> float:
 def test_a_product_is_float64s_within_the_arithmetics_error(name: str, outliers: float) -> None:
     """An outlier takes the row's scale; the others keep their mantissa, because e4m3 floats."""
     x, weight = drawn(96, 256, seed=1, outliers=outliers), drawn(80, 256, seed=2)
-    found = load(name).multiply(x, Matrix(weight), (), None)
+    found = multiplied(load(name), x, Matrix(weight))
     assert found.dtype == x.dtype
     assert off(found, x.double() @ weight.double().t()) < allowed_error(name)
 
@@ -99,7 +116,7 @@ def test_the_inputs_gradient_is_float64s_within_the_arithmetics_error(
     name: str, outliers: float
 ) -> None:
     grad, weight = drawn(96, 80, seed=3, outliers=outliers), drawn(80, 256, seed=4)
-    found = load(name).multiply_transposed(grad * 1e-6, Matrix(weight), ())  # as small as they are
+    found = multiplied_back(load(name), grad * 1e-6, Matrix(weight))  # as small as they are
     assert found.dtype == grad.dtype
     assert off(found, (grad * 1e-6).double() @ weight.double()) < allowed_error(name)
 
@@ -108,11 +125,11 @@ def test_the_inputs_gradient_is_float64s_within_the_arithmetics_error(
 def test_leading_dimensions_stay_and_views_are_taken_as_they_are(name: str) -> None:
     """Attention's outputs come transposed; an operand need not be contiguous."""
     x, weight = drawn(2, 64, 3, 5, seed=5).permute(0, 2, 3, 1), drawn(32, 64, seed=6)
-    found = load(name).multiply(x, Matrix(weight), (), None)
+    found = multiplied(load(name), x, Matrix(weight))
     assert found.shape == (2, 3, 5, 32)
-    assert torch.equal(found, load(name).multiply(x.contiguous(), Matrix(weight), (), None))
+    assert torch.equal(found, multiplied(load(name), x.contiguous(), Matrix(weight)))
     grad = drawn(2, 3, 5, 32, seed=7)
-    assert load(name).multiply_transposed(grad, Matrix(weight), ()).shape == (2, 3, 5, 64)
+    assert multiplied_back(load(name), grad, Matrix(weight)).shape == (2, 3, 5, 64)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,8 +138,8 @@ def test_a_bias_is_added_in_the_compute_type(name: str, dtype: torch.dtype) -> N
     """Not rounded to few bits: the difference that it makes is itself."""
     x, weight = drawn(8, 32, seed=8).to(dtype), drawn(16, 32, seed=9)
     bias = torch.linspace(-3, 3, 16).to(dtype)
-    without = load(name).multiply(x, Matrix(weight), (), None)
-    with_bias = load(name).multiply(x, Matrix(weight), (), bias)
+    without = multiplied(load(name), x, Matrix(weight))
+    with_bias = multiplied(load(name), x, Matrix(weight), bias)
     assert with_bias.dtype == dtype
     one_rounding = torch.finfo(dtype).eps * (without.abs().max() + bias.abs().max()).item()
     assert (with_bias.float() - without.float() - bias.float()).abs().max() <= one_rounding
@@ -133,13 +150,13 @@ def test_what_is_not_finite_spoils_its_own_row_and_no_other(name: str) -> None:
     """A clipped infinity would train on, silently; a row that is no number stops the training."""
     x, weight = drawn(6, 32, seed=10), drawn(16, 32, seed=11)
     x[1, 4], x[3, 0], x[4, 7] = math.inf, math.nan, -math.inf
-    found = load(name).multiply(x, Matrix(weight), (), None)
+    found = multiplied(load(name), x, Matrix(weight))
     whole = found.isfinite().all(dim=1).tolist()
     assert whole == [True, False, True, False, False, True]
     assert not found[[1, 3, 4]].isfinite().any()
     grad = drawn(3, 16, seed=12)
     grad[1, 0] = math.nan
-    spread = load(name).multiply_transposed(grad, Matrix(weight), ())
+    spread = multiplied_back(load(name), grad, Matrix(weight))
     assert spread.isfinite().all(dim=1).tolist() == [True, False, True]
 
 
@@ -147,9 +164,9 @@ def test_what_is_not_finite_spoils_its_own_row_and_no_other(name: str) -> None:
 def test_rows_of_zeros_give_zeros(name: str) -> None:
     """Padding must not become a division by zero."""
     x, weight = torch.zeros(4, 32), drawn(16, 32, seed=13)
-    assert not load(name).multiply(x, Matrix(weight), (), None).any()
-    assert not load(name).multiply(drawn(4, 32, seed=14), Matrix(weight * 0), (), None).any()
-    assert not load(name).multiply_transposed(torch.zeros(4, 16), Matrix(weight), ()).any()
+    assert not multiplied(load(name), x, Matrix(weight)).any()
+    assert not multiplied(load(name), drawn(4, 32, seed=14), Matrix(weight * 0)).any()
+    assert not multiplied_back(load(name), torch.zeros(4, 16), Matrix(weight)).any()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -238,7 +255,7 @@ def test_no_element_of_a_product_is_off_by_more_than_its_terms_allow(
         drawn(48, 128, seed=21, outliers=outliers),
     )
     matrix = Matrix(weight, has_direct=has_direct)
-    found = fp8.plugin.multiply(x, matrix, (), None).double()
+    found = multiplied(fp8.plugin, x, matrix).double()
     assert matrix.decoded == (not has_direct)
     (_, x_scale), (_, weight_scale) = quantise_rows(x), quantise_rows(weight)
     x, weight = x.double(), weight.double()
@@ -254,7 +271,7 @@ def test_a_gradients_product_takes_scales_along_the_other_side() -> None:
     """Rows of W and its columns differ by orders of magnitude; one scale for both would lose the small ones."""
     weight = drawn(48, 128, seed=22) * torch.logspace(-4, 4, 128)
     grad = drawn(8, 48, seed=23)
-    found = fp8.plugin.multiply_transposed(grad, Matrix(weight), ())
+    found = multiplied_back(fp8.plugin, grad, Matrix(weight))
     wanted = grad.double() @ weight.double()
     columns = (found.double() - wanted).norm(dim=0) / wanted.norm(dim=0)
     assert columns.max() < 3 * TYPICAL_ERROR  # each column alone: few numbers, so they scatter

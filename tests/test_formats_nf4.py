@@ -261,12 +261,9 @@ def test_a_kernel_that_transposes_wrongly_is_reported(monkeypatch: pytest.Monkey
     """Eight-bit products are decoded by the transposing kernel, which nothing else would check."""
     right = _nf4_decode._torch_kernel("ours")
 
-    def untransposed(
-        codes: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...], group: int
-    ) -> torch.Tensor:
-        return right.decode(codes, scales, shape, torch.float8_e4m3fn, group).reshape(
-            shape[1], shape[0]
-        )
+    def untransposed(*arguments: Any, is_transposed: bool) -> torch.Tensor:
+        found = _e4m3_by_torch(*arguments, is_transposed=is_transposed)
+        return found.flip(0) if is_transposed else found
 
     wrong = _nf4_decode.Kernel(right.decode, "triton 0", untransposed)
     monkeypatch.setattr(_nf4_decode, "_triton_kernel", lambda *_: wrong)
@@ -282,21 +279,14 @@ def test_e4m3_is_as_near_as_three_bits_of_mantissa_allow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each value within a sixteenth of itself, or a 512th of the smallest normal e4m3 at its scale."""
-    plain = _nf4_decode._torch_kernel("ours")
-
-    def transposed(
-        codes: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...], group: int
-    ) -> torch.Tensor:
-        return plain.decode(codes, scales, shape, torch.float8_e4m3fn, group).t().contiguous()
-
-    kernel = _nf4_decode.Kernel(plain.decode, "ours", transposed)
-    monkeypatch.setitem(_nf4_decode._kernels, ("cpu", None), kernel)
+    monkeypatch.setitem(_nf4_decode._kernels, ("cpu", None), _with_e4m3())
     matrix = weights(48, 256, seed=5) * torch.logspace(-3, 1, 48)[:, None]
     parts, shape = encode(NF4(group), matrix), (48, 256)
     wanted = NF4(group).decode(parts, shape, torch.float32)
-    found = NF4(group).decode_e4m3(parts, shape, is_transposed=is_transposed)
-    assert found is not None
-    values, scales = found
+    both = NF4(group).e4m3_scales(parts, shape)
+    assert both is not None
+    scales = both[is_transposed]
+    values = NF4(group).decode_e4m3(parts, shape, scales, is_transposed=is_transposed)
     assert values.dtype == torch.float8_e4m3fn
     assert scales.shape == (values.shape[0], 1)
     near = values.float() * scales
@@ -307,36 +297,37 @@ def test_e4m3_is_as_near_as_three_bits_of_mantissa_allow(
 
 def test_a_matrix_of_zeros_is_zero_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     """No scale of 0 may divide."""
-    plain = _nf4_decode._torch_kernel("ours")
-    kernel = _nf4_decode.Kernel(plain.decode, "ours", lambda *_: torch.empty(0))
-    monkeypatch.setitem(_nf4_decode._kernels, ("cpu", None), kernel)
-    found = NF4().decode_e4m3(encode(NF4(), torch.zeros(64, 64)), (64, 64), is_transposed=False)
-    assert found is not None
-    assert not found[0].float().any()
-    assert bool(found[1].isfinite().all())
+    monkeypatch.setitem(_nf4_decode._kernels, ("cpu", None), _with_e4m3())
+    parts = encode(NF4(), torch.zeros(64, 64))
+    scales = NF4().e4m3_scales(parts, (64, 64))
+    assert scales is not None
+    for one, is_transposed in zip(scales, (False, True), strict=True):
+        assert bool(one.isfinite().all())
+        found = NF4().decode_e4m3(parts, (64, 64), one, is_transposed=is_transposed)
+        assert not found.float().any()
 
 
-def test_where_no_kernel_transposes_there_is_no_e4m3() -> None:
+def test_where_no_kernel_decodes_to_e4m3_there_are_no_scales_for_it() -> None:
     """Eight-bit products then go by way of the compute type."""
     _nf4_decode._kernels.pop(("cpu", None), None)
     parts = encode(NF4(), weights(16, 64, seed=6))
-    assert NF4().decode_e4m3(parts, (16, 64), is_transposed=False) is None
+    assert NF4().e4m3_scales(parts, (16, 64)) is None
 
 
-@pytest.mark.usefixtures("bnb")  # imports torch's compiler, which takes most of its seconds
-@pytest.mark.parametrize("scales", ["fp32", "fp16", "double"])
-def test_decoding_compiles_without_a_break(scales: str) -> None:
-    """Blocks are compiled whole."""
-    fmt = NF4(64, scales)
-    parts = encode(fmt, weights(8, 128, seed=5))
-    NF4().kernel(CPU)
-    compiled = torch.compile(fmt.decode, backend="eager", fullgraph=True)
-    eager = fmt.decode(parts, (8, 128), torch.bfloat16)
-    assert torch.equal(compiled(parts, (8, 128), torch.bfloat16), eager)
+def _e4m3_by_torch(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row_scales: torch.Tensor,
+    shape: tuple[int, ...],
+    group: int,
+    *,
+    is_transposed: bool,
+) -> torch.Tensor:
+    matrix = _nf4_kernels.decode_by_torch(codes, scales, shape, torch.float32, group=group)
+    matrix = matrix.t() if is_transposed else matrix
+    return (matrix / row_scales).to(torch.float8_e4m3fn).contiguous()
 
 
-@pytest.mark.usefixtures("flushing_denormals")
-def test_zeros_encode_where_tiny_numbers_are_taken_for_zero() -> None:
-    """Apple's devices flush denormals always, a CPU when told to: 1e-38, which guards the reciprocal, is one."""
-    parts = encode(NF4(), weights(4, 128, seed=6))
-    assert not NF4().decode(parts, (4, 128), torch.float32)[2].any()
+def _with_e4m3() -> _nf4_decode.Kernel:
+    """The reference with what only cards have."""
+    return _nf4_decode.Kernel(_torch_kernel().decode, "ours", _e4m3_by_torch)

@@ -20,12 +20,26 @@ class ComputeType:
     def supports(self, shape: tuple[int, int]) -> bool:  # noqa: ARG002 - the protocol's signature
         return True
 
+    def prepare(self, matrix: FrozenMatrix, parts: Parts) -> Parts:  # noqa: ARG002 - nothing is needed
+        return ()
+
     def multiply(
-        self, x: Tensor, matrix: FrozenMatrix, parts: Parts, bias: Tensor | None
+        self,
+        x: Tensor,
+        matrix: FrozenMatrix,
+        parts: Parts,
+        prepared: Parts,  # noqa: ARG002 - nothing was
+        bias: Tensor | None,
     ) -> Tensor:
         from torch.nn.functional import linear
 
         return linear(x, matrix.decode(parts, x.dtype), bias)
 
-    def multiply_transposed(self, grad: Tensor, matrix: FrozenMatrix, parts: Parts) -> Tensor:
+    def multiply_transposed(
+        self,
+        grad: Tensor,
+        matrix: FrozenMatrix,
+        parts: Parts,
+        prepared: Parts,  # noqa: ARG002 - as above
+    ) -> Tensor:
         return grad @ matrix.decode(parts, grad.dtype)

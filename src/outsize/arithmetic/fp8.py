@@ -1,6 +1,6 @@
 """Products in 8-bit floats (e4m3) on cards whose matrix units take them: Ada, Hopper, Blackwell.
 
-The weight goes from its few bits straight to e4m3, scaled per row of the operand: per output for the forward product, per
+The weight goes from its few bits straight to e4m3 where its format can, else by way of the compute type; it is scaled per row of the operand: per output for the forward product, per
 input for the gradient's. Activations and gradients are scaled per row (per token) just before their product. Both sums
 accumulate in the matrix unit and leave it in the compute type. A row that is not finite stays so, and training stops.
 """
@@ -35,14 +35,32 @@ class Fp8:
     def supports(self, shape: tuple[int, int]) -> bool:
         return all(size % MULTIPLE == 0 for size in shape)
 
+    def prepare(self, matrix: FrozenMatrix, parts: Parts) -> Parts:
+        return matrix.e4m3_scales(parts) or ()
+
     def multiply(
-        self, x: Tensor, matrix: FrozenMatrix, parts: Parts, bias: Tensor | None
+        self,
+        x: Tensor,
+        matrix: FrozenMatrix,
+        parts: Parts,
+        prepared: Parts,
+        bias: Tensor | None,
     ) -> Tensor:
-        weight_NK, scale_N1 = _weight(matrix, parts, x.dtype, is_transposed=False)
+        if prepared:
+            scale_N1 = prepared[0]
+            weight_NK = matrix.decode_e4m3(parts, scale_N1, is_transposed=False)
+        else:
+            weight_NK, scale_N1 = quantise_rows(matrix.decode(parts, x.dtype))
         return _product(x, weight_NK, scale_N1, bias)
 
-    def multiply_transposed(self, grad: Tensor, matrix: FrozenMatrix, parts: Parts) -> Tensor:
-        weight_KN, scale_K1 = _weight(matrix, parts, grad.dtype, is_transposed=True)
+    def multiply_transposed(
+        self, grad: Tensor, matrix: FrozenMatrix, parts: Parts, prepared: Parts
+    ) -> Tensor:
+        if prepared:
+            scale_K1 = prepared[1]
+            weight_KN = matrix.decode_e4m3(parts, scale_K1, is_transposed=True)
+        else:
+            weight_KN, scale_K1 = quantise_rows(matrix.decode(parts, grad.dtype).t().contiguous())
         return _product(grad, weight_KN, scale_K1, None)
 
 
@@ -53,17 +71,6 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     flat_RK = x.reshape(-1, x.shape[-1])
     scale_R1 = flat_RK.abs().amax(1, keepdim=True).float().clamp_min(_SMALLEST_SCALE) / _LARGEST
     return (flat_RK.float() / scale_R1).to(torch.float8_e4m3fn), scale_R1
-
-
-def _weight(
-    matrix: FrozenMatrix, parts: Parts, dtype: torch.dtype, *, is_transposed: bool
-) -> tuple[Tensor, Tensor]:
-    """Straight from the stored bits where the format can, else by way of the compute type."""
-    direct = matrix.decode_e4m3(parts, is_transposed=is_transposed)
-    if direct is not None:
-        return direct
-    decoded_NK = matrix.decode(parts, dtype)
-    return quantise_rows(decoded_NK.t().contiguous() if is_transposed else decoded_NK)
 
 
 def _product(x: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias: Tensor | None) -> Tensor:

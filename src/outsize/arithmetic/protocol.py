@@ -30,11 +30,14 @@ class FrozenMatrix(Protocol):
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """The matrix (N, K)."""
 
-    def decode_e4m3(self, parts: Parts, *, is_transposed: bool) -> tuple[Tensor, Tensor] | None:
-        """The matrix (N, K), or its transpose (K, N), in e4m3; and the fp32 scale of each of its rows.
+    def e4m3_scales(self, parts: Parts) -> tuple[Tensor, Tensor] | None:
+        """Scales (N, 1) and (K, 1) fp32 for the rows of the matrix and of its transpose in e4m3.
 
-        None where its format has no such decoding.
+        None where its format cannot be decoded to that straight from its bits.
         """
+
+    def decode_e4m3(self, parts: Parts, row_scales: Tensor, *, is_transposed: bool) -> Tensor:
+        """The matrix (N, K), or its transpose (K, N), in e4m3, each row divided by its scale."""
 
 
 class Arithmetic(Protocol):
@@ -46,10 +49,20 @@ class Arithmetic(Protocol):
     def supports(self, shape: tuple[int, int]) -> bool:
         """Whether it takes matrices of this shape; others are multiplied in the compute type."""
 
-    def multiply(
-        self, x: Tensor, matrix: FrozenMatrix, parts: Parts, bias: Tensor | None
-    ) -> Tensor:
-        """X W' + bias; x (..., K) -> (..., N), in x's type."""
+    def prepare(self, matrix: FrozenMatrix, parts: Parts) -> Parts:
+        """What it wants computed once for each matrix and kept on the device: small tensors, or ()."""
 
-    def multiply_transposed(self, grad: Tensor, matrix: FrozenMatrix, parts: Parts) -> Tensor:
-        """Grad W: the gradient of x; grad (..., N) -> (..., K), in grad's type."""
+    def multiply(
+        self,
+        x: Tensor,
+        matrix: FrozenMatrix,
+        parts: Parts,
+        prepared: Parts,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """The product x W' + bias; x (..., K) -> (..., N), in x's type."""
+
+    def multiply_transposed(
+        self, grad: Tensor, matrix: FrozenMatrix, parts: Parts, prepared: Parts
+    ) -> Tensor:
+        """The gradient of x, grad W; grad (..., N) -> (..., K), in grad's type."""

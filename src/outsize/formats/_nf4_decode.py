@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,23 +24,36 @@ from outsize.formats import _nested
 from outsize.formats import _nf4_kernels as kernels
 
 Decode = Callable[[Tensor, Tensor, tuple[int, ...], torch.dtype, int], Tensor]
-Transpose = Callable[[Tensor, Tensor, tuple[int, ...], int], Tensor]
 _LARGEST_E4M3 = 448.0
 _SMALLEST_SCALE = 1e-30  # stands for that of a row of zeros
 _kernels: dict[tuple[str, int | None], Kernel] = {}
+
+
+class DecodeE4m3(Protocol):
+    """From codes and scales to the matrix, or its transpose, in e4m3, each row of the result divided by its scale."""
+
+    def __call__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        row_scales: Tensor,
+        shape: tuple[int, ...],
+        group: int,
+        *,
+        is_transposed: bool,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """The implementation for one device, and what to tell people about it.
 
-    decode: (codes, fp32 scales, shape, dtype, group) -> matrix. transpose_e4m3: likewise, its transpose in e4m3, which only
-    some have; their `decode` takes e4m3 too.
+    decode: (codes, scales, shape, dtype, group) -> matrix. decode_e4m3: only some have it.
     """
 
     decode: Decode
     report: str
-    transpose_e4m3: Transpose | None = None
+    decode_e4m3: DecodeE4m3 | None = None
     is_bitsandbytes: bool = False
 
 
@@ -57,30 +71,40 @@ def decode(
     return kernel.decode(codes, _scales(parts, kernel), shape, dtype, group)
 
 
+def e4m3_scales(
+    parts: Mapping[str, Tensor], shape: tuple[int, ...], *, group: int, quant_type: str
+) -> tuple[Tensor, Tensor] | None:
+    """Scales (N, 1) and (K, 1) fp32 with which the matrix and its transpose fit e4m3; None where no kernel decodes to it.
+
+    A row's is its largest group's; a column's that of its group of columns.
+    """
+    codes = parts["codes"]
+    kernel = kernel_of(codes.device.type, codes.device.index, quant_type)
+    if kernel.decode_e4m3 is None:
+        return None
+    scales_NG = _scales(parts, kernel).float().view(shape[0], -1)
+    rows_N1, columns_G = (
+        scales_NG.amax(along).clamp_min(_SMALLEST_SCALE).div(_LARGEST_E4M3) for along in (1, 0)
+    )
+    return rows_N1.view(-1, 1), columns_G.repeat_interleave(group).view(-1, 1)
+
+
 def decode_e4m3(
     parts: Mapping[str, Tensor],
     shape: tuple[int, ...],
+    row_scales: Tensor,
     *,
     group: int,
     quant_type: str,
     is_transposed: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """The matrix or its transpose in e4m3 and the fp32 scale of each row; None where no kernel does it.
-
-    Scales that were divided by the largest of their row (or group of columns) decode to at most 448 in size.
-    """
+) -> Tensor:
+    """The matrix (N, K) or its transpose (K, N) in e4m3, by scales that `e4m3_scales` gave."""
     codes = parts["codes"]
     kernel = kernel_of(codes.device.type, codes.device.index, quant_type)
-    if kernel.transpose_e4m3 is None:
-        return None
-    scales_NG = _scales(parts, kernel).view(shape[0], -1)
-    along = 0 if is_transposed else 1
-    largest = scales_NG.amax(along, keepdim=True).clamp_min(_SMALLEST_SCALE) / _LARGEST_E4M3
-    ratios = (scales_NG / largest).view(-1)
-    if is_transposed:
-        decoded = kernel.transpose_e4m3(codes, ratios, shape, group)
-        return decoded, largest.view(-1, 1).repeat_interleave(group, 0)
-    return kernel.decode(codes, ratios, shape, torch.float8_e4m3fn, group), largest
+    assert kernel.decode_e4m3 is not None, "there were scales for it"
+    return kernel.decode_e4m3(
+        codes, _scales(parts, kernel), row_scales, shape, group, is_transposed=is_transposed
+    )
 
 
 def kernel_of(device_type: str, index: int | None, quant_type: str) -> Kernel:
@@ -93,10 +117,10 @@ def kernel_of(device_type: str, index: int | None, quant_type: str) -> Kernel:
 
 
 def _scales(parts: Mapping[str, Tensor], kernel: Kernel) -> Tensor:
-    """In fp32."""
+    """One for each group, fp32 or as stored."""
     if "offset" in parts:
         return _nested.decode_scales(parts, by_bitsandbytes=kernel.is_bitsandbytes)
-    return parts["scales"].float()
+    return parts["scales"]
 
 
 def _is_served(device: torch.device) -> bool:
@@ -126,7 +150,7 @@ def _choose(device: torch.device, quant_type: str) -> Kernel:
             return Kernel(
                 kernel.decode,
                 kernel.report + reasons,
-                kernel.transpose_e4m3,
+                kernel.decode_e4m3,
                 kernel.is_bitsandbytes,
             )
         faults.append(f"{name} {fault}")
@@ -137,7 +161,7 @@ def _torch_kernel(report: str) -> Kernel:
     def decode_by_torch(
         codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, group: int
     ) -> Tensor:
-        return kernels.decode_by_torch(codes, scales, shape, dtype, group=group)
+        return kernels.decode_by_torch(codes, scales.float(), shape, dtype, group=group)
 
     return Kernel(decode_by_torch, report)
 
@@ -153,14 +177,21 @@ def _triton_kernel(device: torch.device, quant_type: str) -> Kernel:  # noqa: AR
         decoded: Tensor = ours.decode(codes, scales, values, list(shape), group, dtype)
         return decoded
 
-    def transpose_by_triton(
-        codes: Tensor, scales: Tensor, shape: tuple[int, ...], group: int
+    def e4m3_by_triton(
+        codes: Tensor,
+        scales: Tensor,
+        row_scales: Tensor,
+        shape: tuple[int, ...],
+        group: int,
+        *,
+        is_transposed: bool,
     ) -> Tensor:
-        decoded: Tensor = ours.decode_transposed(codes, scales, values, list(shape), group)
+        operator = ours.decode_columns if is_transposed else ours.decode_rows
+        decoded: Tensor = operator(codes, scales, row_scales, values, list(shape), group)
         return decoded
 
     report = f"triton {ours.triton.__version__}"
-    return Kernel(decode_by_triton, report, transpose_by_triton if _has_e4m3(device) else None)
+    return Kernel(decode_by_triton, report, e4m3_by_triton if _has_e4m3(device) else None)
 
 
 def _has_e4m3(device: torch.device) -> bool:
@@ -176,7 +207,7 @@ def _bitsandbytes_kernel(device: torch.device, quant_type: str) -> Kernel:  # no
         codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, group: int
     ) -> Tensor:
         return kernels.decode_by_bitsandbytes(
-            codes, scales, shape, dtype, group=group, quant_type=quant_type
+            codes, scales.float(), shape, dtype, group=group, quant_type=quant_type
         )
 
     return Kernel(decode_by_theirs, f"bitsandbytes {version}", is_bitsandbytes=True)
@@ -191,16 +222,30 @@ def _first_difference(device: torch.device, kernel: Kernel) -> str | None:
         wanted = kernels.decode_by_torch(codes, scales, shape, dtype, group=64)
         if not torch.equal(wanted, kernel.decode(codes, scales, shape, dtype, 64)):
             return f"{kernel.report} on {device}: its {dtype} values differ from the reference"
-    if kernel.transpose_e4m3 is not None:
-        e4m3, shape = torch.float8_e4m3fn, (48, 128)  # a part of one tile of rows, two groups wide
-        codes, scales = codes.repeat(12), scales.repeat(12)
-        wanted = kernels.decode_by_torch(codes, scales, shape, torch.float32, group=64)
-        both = (
-            kernel.decode(codes, scales, shape, e4m3, 64),
-            kernel.transpose_e4m3(codes, scales, shape, 64).t(),
-        )
-        # one step of three mantissa bits or of the smallest subnormal: compilers round ties as they like
-        allowed = wanted.abs() / 8 + 2**-9
-        if not all(bool(((wanted - one.float()).abs() <= allowed).all()) for one in both):
-            return f"{kernel.report} on {device}: its e4m3 values differ from the reference"
+    if kernel.decode_e4m3 is not None and not _is_e4m3_right(device, kernel):
+        return f"{kernel.report} on {device}: its e4m3 values differ from the reference"
     return None
+
+
+def _is_e4m3_right(device: torch.device, kernel: Kernel) -> bool:
+    """Every byte again, in a part of one tile of rows and two groups: one step of three mantissa bits is allowed.
+
+    Compilers round ties, and divide, as they like.
+    """
+    assert kernel.decode_e4m3 is not None
+    shape = (48, 128)
+    codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(12)
+    scales = torch.linspace(0.01, 3.0, 96, device=device)
+    wanted_NK = kernels.decode_by_torch(codes, scales, shape, torch.float32, group=64)
+    for is_transposed in (False, True):
+        wanted = wanted_NK.t() if is_transposed else wanted_NK
+        row_scales = torch.linspace(0.01, 0.02, len(wanted), device=device).view(-1, 1)
+        if is_transposed:  # the same within a group
+            row_scales = row_scales[::64].repeat_interleave(64, 0)
+        found = kernel.decode_e4m3(
+            codes, scales, row_scales, shape, 64, is_transposed=is_transposed
+        )
+        off = (wanted / row_scales - found.float()).abs()
+        if not bool((off <= (wanted / row_scales).abs() / 8 + 2**-9).all()):
+            return False
+    return True

@@ -97,17 +97,32 @@ class NF4:
 
         return decode(parts, shape, dtype, group=self.group, quant_type=_QUANT_TYPE)
 
-    def decode_e4m3(
-        self, parts: Mapping[str, Tensor], shape: tuple[int, ...], *, is_transposed: bool
+    def e4m3_scales(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, ...]
     ) -> tuple[Tensor, Tensor] | None:
-        """The matrix (N, K) or its transpose (K, N) in e4m3 and the fp32 scale of each row, in one pass over the codes.
+        """Scales (N, 1) and (K, 1) fp32 for `decode_e4m3`; None where no kernel decodes to it."""
+        from outsize.formats._nf4_decode import e4m3_scales
 
-        A row's scale is its largest group's; a column's that of its group of columns. None where no kernel does it.
-        """
+        return e4m3_scales(parts, shape, group=self.group, quant_type=_QUANT_TYPE)
+
+    def decode_e4m3(
+        self,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, ...],
+        row_scales: Tensor,
+        *,
+        is_transposed: bool,
+    ) -> Tensor:
+        """The matrix (N, K) or its transpose (K, N) in e4m3, each row divided by its scale, in one pass over the codes."""
         from outsize.formats._nf4_decode import decode_e4m3
 
         return decode_e4m3(
-            parts, shape, group=self.group, quant_type=_QUANT_TYPE, is_transposed=is_transposed
+            parts,
+            shape,
+            row_scales,
+            group=self.group,
+            quant_type=_QUANT_TYPE,
+            is_transposed=is_transposed,
         )
 
 

@@ -246,14 +246,15 @@ class _State:
         smallest = {repr(one.format): one for one in reversed(by_size)}
         for one in smallest.values():
             assert one.parts is not None, "a block runs only while it is acquired"
-            one.decode(one.parts, one.weight.dtype)
+            one.decode(one.parts[: len(one.part_names)], one.weight.dtype)
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         rest = iter(tensors)
         for held, name in self._owned:
             held[name] = next(rest)
         for layer in self._frozen:
-            layer.parts = tuple(next(rest) for _ in layer.part_names)
+            assert layer.parts is not None, "a block runs only while it is acquired"
+            layer.parts = tuple(next(rest) for _ in layer.parts)
 
 
 def _traced(run: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> torch.fx.GraphModule:

@@ -36,7 +36,7 @@ class DecodeMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*parts)
         ctx.layer = layer
-        return layer.arithmetic.multiply(x, layer, parts, bias)
+        return layer.multiply(x, parts, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -44,7 +44,7 @@ class DecodeMatmul(torch.autograd.Function):
         layer: FrozenLinear = ctx.layer
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = layer.arithmetic.multiply_transposed(grad, layer, ctx.saved_tensors)
+            grad_x = layer.multiply_transposed(grad, ctx.saved_tensors)
         return (grad_x, None, None, *(None for _ in ctx.saved_tensors))
 
 
@@ -73,27 +73,49 @@ class FrozenLinear(nn.Linear):
         self.arithmetic = arithmetic if arithmetic is not None and takes else ComputeType()
         self.part_names = tuple(part.name for part in fmt.parts((out_features, in_features)))
         self.parts: tuple[Tensor, ...] | None = None
+        self._shape = (out_features, in_features)
+        self._prepared: tuple[Tensor, ...] | None = None
 
     def bind(self, parts: Mapping[str, Tensor] | None) -> None:
         """Take views of a packet as the weight, or (None) have no weight from now on."""
-        self.parts = None if parts is None else tuple(parts[name] for name in self.part_names)
+        if parts is None:
+            self.parts = None
+            return
+        stored = tuple(parts[name] for name in self.part_names)
+        if self._prepared is None:
+            with torch.no_grad():
+                self._prepared = self.arithmetic.prepare(self, stored)
+        self.parts = (*stored, *self._prepared)
+
+    def multiply(self, x: Tensor, parts: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
+        """The product with the matrix that these parts hold, prepared ones included."""
+        stored, prepared = self._parted(parts)
+        return self.arithmetic.multiply(x, self, stored, prepared, bias)
+
+    def multiply_transposed(self, grad: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+        """The gradient of what was multiplied."""
+        stored, prepared = self._parted(parts)
+        return self.arithmetic.multiply_transposed(grad, self, stored, prepared)
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The matrix (out_features, in_features)."""
-        named = dict(zip(self.part_names, parts, strict=True))
-        return self.format.decode(named, (self.out_features, self.in_features), dtype)
+        return self.format.decode(self._named(parts), self._shape, dtype)
+
+    def e4m3_scales(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
+        """Scales of the rows of the matrix and of its transpose; None where the format has no such decoding."""
+        find = getattr(self.format, "e4m3_scales", None)
+        scales: tuple[Tensor, Tensor] | None = (
+            None if find is None else find(self._named(parts), self._shape)
+        )
+        return scales
 
     def decode_e4m3(
-        self, parts: tuple[Tensor, ...], *, is_transposed: bool
-    ) -> tuple[Tensor, Tensor] | None:
-        """The matrix or its transpose in e4m3 and the scale of each row; None where the format has no such decoding."""
-        decode = getattr(self.format, "decode_e4m3", None)
-        if decode is None:
-            return None
-        named = dict(zip(self.part_names, parts, strict=True))
-        shape = (self.out_features, self.in_features)
-        decoded: tuple[Tensor, Tensor] | None = decode(named, shape, is_transposed=is_transposed)
-        return decoded
+        self, parts: tuple[Tensor, ...], row_scales: Tensor, *, is_transposed: bool
+    ) -> Tensor:
+        """The matrix or its transpose in e4m3, each row divided by its scale."""
+        # only some formats have it; those that gave scales do
+        decode: Callable[..., Tensor] = self.format.decode_e4m3  # type: ignore[attr-defined]
+        return decode(self._named(parts), self._shape, row_scales, is_transposed=is_transposed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply with the bound weight."""
@@ -101,9 +123,17 @@ class FrozenLinear(nn.Linear):
         # Not only quicker: given an autograd function of *parts that needs no gradient, torch.compile (2.6 to 2.13) passes
         # two parts without their ctx.
         if not (torch.is_grad_enabled() and x.requires_grad):
-            return self.arithmetic.multiply(x, self, self.parts, self.bias)
+            return self.multiply(x, self.parts, self.bias)
         multiply: Callable[..., Tensor] = DecodeMatmul.apply
         return multiply(x, self.bias, self, *self.parts)
+
+    def _parted(self, parts: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Those that are stored, and those that the arithmetic prepared."""
+        count = len(self.part_names)
+        return parts[:count], parts[count:]
+
+    def _named(self, parts: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return dict(zip(self.part_names, parts, strict=True))
 
     def extra_repr(self) -> str:
         """Shape and format, for printed models."""
