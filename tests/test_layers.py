@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +125,14 @@ def test_a_linear_cannot_run_outside_its_block(bases: dict[tuple[str, int], Tiny
     linear = next(one for one in model.module.modules() if isinstance(one, FrozenLinear))
     with pytest.raises(AssertionError, match="only while its block is acquired"):
         linear(torch.randn(2, linear.in_features))
+
+
+def test_a_closed_model_holds_no_weight_whoever_still_knows_it(tmp_path: Path) -> None:
+    """A variable that outlives its `with` block kept a text encoder's token table on the card beside the base."""
+    base = make_tiny(tmp_path, "flux2", ("nf4", {}))
+    model = base.open("resident")
+    held = [weakref.ref(one) for one in model.module.parameters() if not one.is_meta]
+    held += [weakref.ref(one) for one in model.module.buffers() if not one.is_meta]
+    assert held
+    model.close()
+    assert [one for one in held if one() is not None] == []

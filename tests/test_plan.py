@@ -526,7 +526,7 @@ def test_the_report_tells_choice_runner_up_and_notes() -> None:
     """The sentences below the tables."""
     plan = make_plan(recipe(), machine(24))
     said = list(sentences(plan))
-    assert said[0].startswith("compute: bf16, compiled, exact: ")
+    assert said[0].startswith("compute: bf16, compiled, not exact: ")
     assert said[1].startswith("placement: stream, ")
     assert said[2].startswith("runner-up: resident, all 56 (peak ")
     assert "does not fit: 1." in said[2]

@@ -81,7 +81,9 @@ class Loading:
             block = next(iter(self._small))
             small: Future[tuple[Tensor, int]] = self._small.pop(block)
             buffer, begin = small.result()
-            model.load_small_(block, self._reader.store.packet(block), buffer, begin=begin)
+            model.load_small_(
+                block, self._reader.store.packet(block), buffer, begin=begin, is_given=True
+            )
         left = model.without_weights()
         assert not left, f"no weights for {left[:5]}"
 

@@ -132,16 +132,28 @@ class FrozenModel:
         self.placement.release(block)
 
     def load_small_(
-        self, block: int | None, packet: Packet, buffer: Tensor, *, begin: int = 0
+        self,
+        block: int | None,
+        packet: Packet,
+        buffer: Tensor,
+        *,
+        begin: int = 0,
+        is_given: bool = False,
     ) -> None:
         """Copy the tensors of a packet that are no linears of blocks into the module.
 
-        buffer: uint8, the packet's bytes from `begin` (a multiple of 256) on.
+        buffer: uint8, the packet's bytes from `begin` (a multiple of 256) on. is_given: nobody else will use it, so where all
+        tensors are what the module wants they stay in it, and memory is taken once.
         """
-        for entry in packet.entries:
-            if block is None or entry.offset >= packet.streamed_bytes:
-                here = replace(entry, offset=entry.offset - begin)
-                self._set(entry.tensor, view(here, buffer))
+        small = {
+            entry.tensor: view(replace(entry, offset=entry.offset - begin), buffer)
+            for entry in packet.entries
+            if block is None or entry.offset >= packet.streamed_bytes
+        }
+        types = {name: self._type_of(name, value) for name, value in small.items()}
+        is_kept = is_given and all(value.dtype == types[name] for name, value in small.items())
+        for name, value in small.items():
+            self._set(name, value.to(self._device, types[name], copy=not is_kept))
 
     def without_weights(self) -> list[str]:
         """Parameters that were never loaded, the packed ones aside."""
@@ -150,10 +162,12 @@ class FrozenModel:
         return [name for name in names if name not in packed]
 
     def close(self) -> None:
-        """Give the weights' memory back."""
+        """Give the weights' memory back, whoever still knows the module."""
         self._views.clear()
+        self._bound = []
         self.keeper.close()
         self.placement.close()
+        self.module.to("meta")
 
     def _make_views(
         self, block: int, buffer: Tensor
@@ -176,12 +190,14 @@ class FrozenModel:
         base: nn.Module = getattr(owner, "base_layer", owner)
         return base
 
+    def _type_of(self, name: str, value: Tensor) -> torch.dtype:
+        """What a small tensor computes in."""
+        is_as_stored = self._table[name].role == "buffer" or not value.is_floating_point()
+        return value.dtype if is_as_stored else self._compute
+
     def _set(self, name: str, value: Tensor) -> None:
         path, _, leaf = name.rpartition(".")
         owner = self._owner(path)
-        keep = self._table[name].role == "buffer" or not value.is_floating_point()
-        # a copy even where type and device agree: the buffer it is read from is used again
-        value = value.to(self._device, value.dtype if keep else self._compute, copy=True)
         if leaf in owner._buffers:  # noqa: SLF001 - the only way to tell a buffer from a parameter
             setattr(owner, leaf, value)
         else:

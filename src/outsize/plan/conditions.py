@@ -23,8 +23,10 @@ from outsize.weights.budget import MAX_SLAB_BYTES
 # Widest tensors of an image codec alive at once at full size, in units of its first convolution's output: a residual
 # block holds input, normed, activated and convolved; the decoder runs the last level at twice the channels.
 ENCODE_PLANES, DECODE_PLANES = 6, 10
-# Windows of rows in memory together: eight threads read, one is encoded, one waits.
-PREPARING_SLABS = 10
+# Windows of rows in memory together at most: sixteen threads read, one is encoded, one waits.
+PREPARING_SLABS = 18
+# Of a card beside them: what encoding one window makes on the way, in fp32 and codes.
+ENCODING_BYTES = 512 << 20
 
 
 def caching_text(work: Work, part: Conditioner, holding: Holding) -> Phase:
@@ -80,6 +82,7 @@ def preparing(work: Work, slot: str) -> Phase:
     on_device = [*context(work)]
     if work.has_gpu:
         on_device.append(Item("encoding", device, rows + parts, "rows, and what they become"))
+        on_device.append(Item("between", device, ENCODING_BYTES, "one window's steps, in fp32"))
     return Phase(
         f"prepare {slot}",
         (
