@@ -187,7 +187,7 @@ def gradients(
         yield step
 
 
-@pytest.mark.parametrize("family", ["flux1", "flux2"])
+@pytest.mark.parametrize("family", [pytest.param("flux1", marks=pytest.mark.slow), "flux2"])
 @pytest.mark.parametrize("name", ARITHMETICS.names())
 def test_compiled_gradients_are_those_of_eager_blocks_bit_for_bit(
     family: str, name: str, compiler: BlockCompiler, tmp_path_factory: pytest.TempPathFactory

@@ -6,7 +6,7 @@ when it runs (with PEFT's many attributes that alone took longer than a block's 
 recompute and backward, being one graph, need neither autograd's bookkeeping nor a choice of what to save between them.
 Weights, packed parts and the adapter's matrices are arguments like any other: that is what lets blocks share a graph.
 
-Two blocks are of one kind when their modules agree in types, plain attributes, shapes and formats (`_signature`). What a
+Two blocks are of one kind when their modules agree in types, plain attributes, shapes and formats (`_signature.py`). What a
 block is, its adapter included, is looked at when it first runs and must not change afterwards.
 
 Every size of pictures has its own graphs: one that served several would depend on which came first, and a resumed run would
@@ -16,7 +16,6 @@ differ from an unbroken one. What was compiled is kept in a folder, so that the 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from outsize.layers._merging import merge_equal_
+from outsize.layers._signature import signature_of
 from outsize.layers.block import outline, unflatten
 from outsize.layers.frozen import FrozenLinear
-
-# PEFT's layers know their own path; which of the blocks it leads to makes no difference.
-_BLOCK_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 # From a graph and example arguments to what runs it: arguments in, list of results out.
 CompileGraph = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
@@ -132,7 +130,7 @@ class CompiledRunner:
     def _taken(self) -> _State:
         if self._state is None:
             self._state = _State(self._module)
-            self._kind = self._compiler.kind(_signature(self._module))
+            self._kind = self._compiler.kind(signature_of(self._module))
         return self._state
 
     def _trace_up(
@@ -265,6 +263,8 @@ def _traced(run: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> tor
         graph: torch.fx.GraphModule = make_fx(
             run, tracing_mode="fake", _allow_non_fake_inputs=True
         )(*detached)
+    merge_equal_(graph.graph)
+    graph.recompile()
     return graph
 
 
@@ -287,52 +287,3 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 def _is_stream(tensor: Tensor, grads: Sequence[Tensor]) -> bool:
     """Whether a block's argument looks like what runs through all blocks: the shape of one of its results."""
     return any(tensor.shape == one.shape and tensor.dtype == one.dtype for one in grads)
-
-
-def _signature(module: nn.Module) -> tuple[Any, ...]:
-    """All that a block's code may ask of itself beside the values of its tensors."""
-    rows: list[Any] = []
-    for path, one in module.named_modules():
-        tensors = {**one._parameters, **one._buffers}  # noqa: SLF001 - as they stand, None included
-        metas = tuple(
-            (name, None if t is None else (t.shape, t.dtype, t.requires_grad, t.is_meta))
-            for name, t in tensors.items()
-        )
-        rows.append(
-            (
-                path,
-                _type_name(one),
-                _plain(vars(one), skip=("_parameters", "_buffers", "_modules", "parts")),
-                metas,
-            )
-        )
-        if isinstance(one, FrozenLinear):
-            rows.append((repr(one.format), _type_name(one.arithmetic)))
-    return tuple(rows)
-
-
-def _plain(
-    values: dict[str, Any], *, depth: int = 2, skip: tuple[str, ...] = ()
-) -> tuple[Any, ...]:
-    """The plain values among attributes, those within containers and simple objects too."""
-    return tuple((name, _as_plain(one, depth)) for name, one in values.items() if name not in skip)
-
-
-def _as_plain(value: Any, depth: int) -> Any:
-    if isinstance(value, str):
-        return _BLOCK_NUMBER.sub("#", value)
-    if value is None or isinstance(value, bool | int | float | torch.dtype):
-        return value
-    if depth and isinstance(value, tuple | list | set | frozenset):
-        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        return tuple(_as_plain(one, depth - 1) for one in items)
-    if depth and isinstance(value, dict):
-        return tuple((str(key), _as_plain(one, depth - 1)) for key, one in value.items())
-    is_simple = hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type)
-    if depth and is_simple and not callable(value):
-        return (_type_name(value), _plain(vars(value), depth=depth - 1))
-    return _type_name(value)
-
-
-def _type_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
