@@ -1,8 +1,8 @@
 """Recipes, pictures and a tokenizer for a checkpoint that `outsize synth --parts` wrote: what is needed to train at full scale.
 
-    outsize synth flux2.dev@8+48@4 /dev/shm/dev --parts --device cuda
-    python tools/scale_recipes.py /dev/shm/dev flux2 dev@8+48@4 /tmp/scale --cache /tmp/cache
-    outsize train /tmp/scale/resident.yaml
+    outsize synth flux2.dev@8+48@4 dev --parts --device cuda
+    python tools/scale_recipes.py dev flux2 dev@8+48@4 scale --cache cache
+    outsize train scale/resident.yaml
 
 Weights are random, so the recipes are for memory, time and equal bytes: nothing can be learned. The tokenizer is a tiny one
 of the family's kind (tests/tiny_tokenizers.py); the real one cannot be made up.
