@@ -30,6 +30,8 @@ from outsize.layers._signature import signature_of
 from outsize.layers.block import outline, unflatten
 from outsize.layers.frozen import FrozenLinear
 
+_CHECKS = ("size_asserts", "alignment_asserts")  # of inductor, around every operation
+
 # From a graph and example arguments to what runs it: arguments in, list of results out.
 CompileGraph = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
 
@@ -272,10 +274,13 @@ def _by_inductor(
     graph: torch.fx.GraphModule, examples: list[Tensor]
 ) -> Callable[..., Sequence[Tensor]]:
     import torch._inductor as inductor
+    import torch._inductor.config as settings
 
+    # a graph is only ever given what its key describes; checking it again costs launches' time
+    options = {name: False for name in _CHECKS if hasattr(settings, name)}
     with torch.no_grad():
         compiled: Callable[..., Sequence[Tensor]] = inductor.compile(
-            graph, [one.detach() for one in examples]
+            graph, [one.detach() for one in examples], options=options
         )
     return compiled
 
