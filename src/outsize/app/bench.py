@@ -13,7 +13,6 @@ from pinned memory, measured on this machine in the same process.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -157,8 +156,6 @@ def _suits(held: Loaded, recipe: Recipe, plan: Plan) -> bool:
 
 def _load(recipe: Recipe, plan: Plan, device: Device, cache: Path) -> Loaded:
     """The model as the plan holds it, with random weights and a fresh adapter."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # a case must not find what another one compiled
     started = time.perf_counter()
     part = parts_of(recipe)[BASE]
     packets = packets_of(part)

@@ -32,10 +32,9 @@ _WITHOUT_BLOCKS = "resident"  # a model without blocks has nothing to place
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What a model that will be trained must know before. code_folder: keeps compiled code. num_sizes: of its pictures."""
+    """What a model that will be trained must know before. code_folder: keeps compiled code."""
 
     code_folder: Path
-    num_sizes: int = 1
 
 
 def build_model(

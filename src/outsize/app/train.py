@@ -84,7 +84,7 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
         "adapter": adapter_identity(recipe),
         "computed_by": _computed_by(site),
     }
-    training = Training(site.stores.cache_folder / "compiled", corpus.schedule.num_sizes)
+    training = Training(site.stores.cache_folder / "compiled")
     with adapted(site, training) as (model, adapter, initial):
         update = make_update(recipe, adapter, initial)
         pace = _Pace(site)

@@ -66,7 +66,7 @@ class MicroBatch:
 
 
 class Schedule:
-    """Micro-batches by (step, place). num_sizes: how many sizes of latents they have."""
+    """Micro-batches by (step, place)."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class Schedule:
             set_index: sum(map(len, buckets.values())) for set_index, buckets in by_set.items()
         }
         self.shares = exact_shares(shares, counts)
-        self.num_sizes = len({entry.bucket for entry in entries})
-        self._draws = batch if self.num_sizes == 1 else 1  # of a micro-batch
+        num_buckets = len({entry.bucket for entry in entries})
+        self._draws = batch if num_buckets == 1 else 1  # of a micro-batch
         self._streams = {
             set_index: _Streams(seed, set_index, batch // self._draws, by_set[set_index])
             for set_index in sorted(by_set)

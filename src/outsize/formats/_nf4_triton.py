@@ -4,7 +4,7 @@ Values are computed in fp32 and rounded once: the bits are those of the plain-to
 by a row's (or a column group's) largest, the results are e4m3 operands for 8-bit products; matrix units want both operands
 with the summed dimension last, hence the transposed one. All is one launch for a matrix: small blocks are bound by launches.
 
-Operators of torch.library, so that torch.compile takes them without a break and sees through them.
+Registered as torch's operators, so that tracing writes them down as one node and compilers see through them.
 
 Dimensions: N rows, K columns, G groups of a row.
 """

@@ -120,8 +120,7 @@ class FrozenLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply with the bound weight."""
         assert self.parts is not None, "a frozen linear runs only while its block is acquired"
-        # Not only quicker: given an autograd function of *parts that needs no gradient, torch.compile (2.6 to 2.13) passes
-        # two parts without their ctx.
+        # without a gradient to give there is nothing for an autograd function to do
         if not (torch.is_grad_enabled() and x.requires_grad):
             return self.multiply(x, self.parts, self.bias)
         multiply: Callable[..., Tensor] = DecodeMatmul.apply
