@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING
 from outsize.arithmetic.protocol import ARITHMETICS, Arithmetic
 from outsize.base.errors import MachineFault
 from outsize.base.garbage import collection_paused
-from outsize.layers.block import EagerRunner
+from outsize.layers.block import BlockRunner, EagerRunner
 from outsize.layers.compiled import BlockCompiler
 from outsize.layers.model import FrozenModel
 from outsize.layers.offload import OffloadedInputs
 from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings, Read
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from outsize.app.parts import Part
     from outsize.devices.protocol import Device
+    from outsize.plan.compute import Compute
     from outsize.plan.plan import Plan
     from outsize.plan.pools import Holding
     from outsize.weights.packet import Packet
@@ -72,10 +75,17 @@ def build_model(
         recomputes=holding is None or not holding.keeps_activations,
         keeper=OffloadedInputs(device) if is_offloading else None,
         arithmetic=None if training is None else _arithmetic(plan, device),
-        make_runner=BlockCompiler(training.code_folder)
-        if training is not None and compute.compiles
-        else EagerRunner,
+        make_runner=EagerRunner if training is None else _runners(training, compute, device),
     )
+
+
+def _runners(
+    training: Training, compute: Compute, device: Device
+) -> Callable[[nn.Module], BlockRunner]:
+    if not compute.compiles:
+        return EagerRunner
+    recorder = device.recorder() if compute.records else None
+    return BlockCompiler(training.code_folder, recorder=recorder)
 
 
 def _arithmetic(plan: Plan, device: Device) -> Arithmetic:

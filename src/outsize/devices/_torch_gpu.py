@@ -13,6 +13,7 @@ import torch.utils.deterministic
 
 from outsize.base.errors import MachineFault
 from outsize.base.units import format_bytes
+from outsize.devices._graphs import StreamRecorder
 from outsize.devices._host import HostBuffer, pageable, touch_
 
 _PORTABLE = (
@@ -39,13 +40,18 @@ class Point:
 
 @dataclass(slots=True)
 class TorchGpu:
-    """A card behind torch.cuda. allowed_bytes: what the allocator may take at most; None: all there is."""
+    """A card behind torch.cuda.
+
+    can_record: CUDA graphs were verified on such cards. allowed_bytes: what the allocator may take at most; None: all.
+    """
 
     kind: str
     torch_device: torch.device
     compute_dtype: torch.dtype = torch.bfloat16
     copies_asynchronously: bool = True
+    can_record: bool = False
     allowed_bytes: int | None = None
+    _recorder: StreamRecorder | None = None
 
     @property
     def name(self) -> str:
@@ -60,7 +66,9 @@ class TorchGpu:
         torch.use_deterministic_algorithms(is_wanted)
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        # what a recording computes on the way counts as allocated only while it is made
+        return peak if self._recorder is None else max(peak, self._recorder.peak_bytes())
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -73,6 +81,10 @@ class TorchGpu:
         point = Point(event(enable_timing=True))
         point.event.record(torch.cuda.current_stream(self.torch_device))
         return point
+
+    def recorder(self) -> StreamRecorder | None:
+        self._recorder = StreamRecorder(self.torch_device) if self.can_record else None
+        return self._recorder
 
     def limit_memory(self, num_bytes: int) -> int:
         torch.cuda.init()  # type: ignore[no-untyped-call] # torch's stub
@@ -156,14 +168,14 @@ def _in_own_thread(device: torch.device, act: Callable[[], int]) -> int:
     return codes[0] if codes else -1
 
 
-def open_gpu(kind: str, index: int) -> TorchGpu:
-    """A card of that kind, computing exactly until told otherwise."""
+def open_gpu(kind: str, index: int, *, can_record: bool = False) -> TorchGpu:
+    """A card of that kind, computing exactly until told otherwise. can_record: as in TorchGpu."""
     # what torch asks for with cuBLAS, before the first work on a card
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # torch would write every new buffer twice
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a property
     torch.backends.cudnn.benchmark = False  # picks kernels by a stopwatch
     # torch's own name for an AMD card's device type is "cuda" too
-    gpu = TorchGpu(kind, torch.device("cuda", index))
+    gpu = TorchGpu(kind, torch.device("cuda", index), can_record=can_record)
     gpu.compute_exactly(is_wanted=True)
     return gpu

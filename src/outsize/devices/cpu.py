@@ -57,6 +57,9 @@ class Cpu:
     def mark(self) -> Now:
         return Now(time.perf_counter())
 
+    def recorder(self) -> None:
+        """Nothing is launched."""
+
     def limit_memory(self, num_bytes: int) -> int:  # noqa: ARG002 - the protocol's signature
         raise MachineFault(
             "--vram-limit caps the memory of a card, and here the processor computes; leave it out, or name a card with "

@@ -16,7 +16,7 @@ class CudaKind:
         return torch.version.hip is None and torch.cuda.is_available()
 
     def open(self, index: int = 0) -> TorchGpu:
-        return open_gpu("cuda", index)
+        return open_gpu("cuda", index, can_record=True)
 
 
 plugin = CudaKind()

@@ -6,6 +6,7 @@ Nothing outside this folder asks for CUDA by name. A plug-in binds `plugin` to a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from outsize.base.catalogue import Catalogue
@@ -24,6 +25,19 @@ class Mark(Protocol):
 
     def seconds_after(self, earlier: Mark) -> float:
         """Seconds between two points; both must have been passed (synchronise first)."""
+
+
+class Recorder(Protocol):
+    """Records work, to launch all of it as one: a processor that launches kernels one by one may be slower than they are."""
+
+    def make_room(self) -> None:
+        """Give back memory that the allocator holds unused, since recordings take other memory."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What does all that `run` would have queued, on the same tensors, whenever it is called.
+
+        `run` must have run before and must not wait for the device; no result may stay in memory that it takes.
+        """
 
 
 class Device(Protocol):
@@ -66,6 +80,9 @@ class Device(Protocol):
 
     def mark(self) -> Mark:
         """The present end of the queue of the current stream."""
+
+    def recorder(self) -> Recorder | None:
+        """A new one, whose memory is the recordings'; None where nothing can be recorded, or that was not verified."""
 
     def limit_memory(self, num_bytes: int) -> int:
         """Let this process take so much of the device in all; the bytes that are left for tensors.

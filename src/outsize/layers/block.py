@@ -47,6 +47,9 @@ class BlockRunner(Protocol):
         grads: of the block's outputs, None for one that nothing depends on.
         """
 
+    def close(self) -> None:
+        """Give back memory that outlives a run."""
+
 
 class EagerRunner:
     """Runs a block as it is written, operation by operation."""
@@ -79,6 +82,9 @@ class EagerRunner:
         if pairs:
             torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
         return tuple(one.grad for one in inputs)
+
+    def close(self) -> None:
+        """It keeps none."""
 
 
 class BlockCall(torch.autograd.Function):
@@ -169,8 +175,8 @@ def wrap_block(
     recomputes: bool,
     keeper: InputKeeper | None = None,
     make_runner: Callable[[nn.Module], BlockRunner] = EagerRunner,
-) -> None:
-    """Replace a block module's forward, in place, by one that acquires its weights around every run.
+) -> BlockRunner:
+    """Replace a block module's forward, in place, by one that acquires its weights around every run; what runs it.
 
     recomputes: keep only the block's inputs for backward and run it again there. Without it autograd keeps what the block
     computed, which is right only while the block's bytes stay where they are until backward is over. keeper: who keeps the
@@ -192,3 +198,4 @@ def wrap_block(
         return out
 
     module.forward = forward
+    return runner

@@ -16,10 +16,9 @@ differ from an unbroken one. What was compiled is kept in a folder, so that the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +26,40 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from outsize.layers._merging import merge_equal_
 from outsize.layers._signature import signature_of
+from outsize.layers._state import BlockState
 from outsize.layers.block import outline, unflatten
-from outsize.layers.frozen import FrozenLinear
+from outsize.layers.recorded import Arena, RecordedGraph
+
+if TYPE_CHECKING:
+    from outsize.devices.protocol import Recorder
 
 _CHECKS = ("size_asserts", "alignment_asserts")  # of inductor, around every operation
 
 # From a graph and example arguments to what runs it: arguments in, list of results out.
 CompileGraph = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
+# From arguments, and which of them always lie at one of few addresses, to results.
+Launch = Callable[[Sequence[Tensor], Sequence[bool]], Sequence[Tensor]]
 
 
 class BlockCompiler:
-    """Makes runners that share their graphs. num_graphs: compiled so far; cache: folder for compiled code."""
+    """Makes runners that share their graphs.
 
-    def __init__(self, cache: Path, *, compile_graph: CompileGraph | None = None) -> None:
+    num_graphs: compiled so far; cache: folder for compiled code; recorder: what records a graph's kernels to launch them as
+    one, where the device has that.
+    """
+
+    def __init__(
+        self,
+        cache: Path,
+        *,
+        recorder: Recorder | None = None,
+        compile_graph: CompileGraph | None = None,
+    ) -> None:
         # read by inductor and Triton when they are first used
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         os.environ["TRITON_CACHE_DIR"] = str(cache / "triton")
         self._compile = _by_inductor if compile_graph is None else compile_graph
+        self._recorder, self._arena = recorder, Arena()
         self._graphs: dict[Any, Graph] = {}
         self._kinds: dict[Any, int] = {}
 
@@ -65,14 +81,24 @@ class BlockCompiler:
         """The graph of a key, traced and compiled if it is new."""
         if key not in self._graphs:
             traced, examples, places = trace()
-            self._graphs[key] = Graph(self._compile(traced, examples), places)
+            self._graphs[key] = Graph(self._launched(self._compile(traced, examples)), places)
         return self._graphs[key]
+
+    def close(self) -> None:
+        """Give the graphs' memory back."""
+        self._graphs.clear()
+        self._arena.clear()
+
+    def _launched(self, run: Callable[..., Sequence[Tensor]]) -> Launch:
+        if self._recorder is None:
+            return lambda args, _is_fixed: run(*args)
+        return RecordedGraph(run, self._recorder, self._arena)
 
 
 class Graph:
     """A compiled graph. places: what its results are, as its tracer knows them."""
 
-    def __init__(self, run: Callable[..., Sequence[Tensor]], places: Any) -> None:
+    def __init__(self, run: Launch, places: Any) -> None:
         self.run, self.places = run, places
 
 
@@ -81,14 +107,16 @@ class CompiledRunner:
 
     def __init__(self, module: nn.Module, compiler: BlockCompiler) -> None:
         self._module, self._inner, self._compiler = module, module.forward, compiler
-        self._state: _State | None = None
+        self._state: BlockState | None = None
 
     def forward(self, skeleton: Any, tensors: tuple[Tensor, ...]) -> Any:
         assert not torch.is_grad_enabled(), "a compiled block runs again in backward"
         state = self._taken()
         key = ("up", self._kind, outline(skeleton), _shapes(tensors))
         graph = self._compiler.graph(key, lambda: self._trace_up(state, skeleton, tensors))
-        found = graph.run(*tensors, *state.tensors())
+        found = graph.run(
+            [*tensors, *state.tensors()], (*(False for _ in tensors), *state.is_fixed)
+        )
         return tuple(found) if graph.places == "tuple" else found[0]
 
     def backward(
@@ -117,10 +145,10 @@ class CompiledRunner:
         graph = self._compiler.graph(
             key, lambda: self._trace_down(state, skeleton, tensors, wanted, where, given)
         )
+        is_fixed = (*(False for _ in tensors), *state.is_fixed, *(False for _ in given))
         with torch.no_grad():
-            found = dict(
-                zip(graph.places, graph.run(*tensors, *state.tensors(), *given), strict=True)
-            )
+            results = graph.run([*tensors, *state.tensors(), *given], is_fixed)
+            found = dict(zip(graph.places, results, strict=True))
             for number, one in enumerate(state.trained):
                 grad = found.get(("parameter", number))
                 if grad is not None:
@@ -129,14 +157,17 @@ class CompiledRunner:
             found.get(("input", number)) if need else None for number, need in enumerate(needed)
         )
 
-    def _taken(self) -> _State:
+    def close(self) -> None:
+        self._compiler.close()
+
+    def _taken(self) -> BlockState:
         if self._state is None:
-            self._state = _State(self._module)
+            self._state = BlockState(self._module)
             self._kind = self._compiler.kind(signature_of(self._module))
         return self._state
 
     def _trace_up(
-        self, state: _State, skeleton: Any, tensors: tuple[Tensor, ...]
+        self, state: BlockState, skeleton: Any, tensors: tuple[Tensor, ...]
     ) -> tuple[torch.fx.GraphModule, list[Tensor], str]:
         count, kind = len(tensors), ""
 
@@ -153,7 +184,7 @@ class CompiledRunner:
 
     def _trace_down(  # noqa: PLR0917 - all of a call
         self,
-        state: _State,
+        state: BlockState,
         skeleton: Any,
         tensors: tuple[Tensor, ...],
         wanted: tuple[bool, ...],
@@ -186,75 +217,6 @@ class CompiledRunner:
 
         examples = [*tensors, *state.tensors(), *given]
         return _traced(run, examples), examples, places
-
-
-class _State:
-    """A block's own tensors in a fixed order: parameters, buffers, and the parts that are bound to its frozen linears."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._owned: list[tuple[dict[str, Any], str]] = []
-        for owner in module.modules():
-            for held in (owner._parameters, owner._buffers):  # noqa: SLF001 - to put others in their place
-                self._owned += [
-                    (held, name)
-                    for name, one in held.items()
-                    if one is not None and not one.is_meta
-                ]
-        self._frozen = [one for one in module.modules() if isinstance(one, FrozenLinear)]
-        self._is_trained = [held[name].requires_grad for held, name in self._owned]
-        self._decode_once()
-
-    @property
-    def trained(self) -> list[Tensor]:
-        """The parameters that learn."""
-        return [
-            held[name]
-            for (held, name), learns in zip(self._owned, self._is_trained, strict=True)
-            if learns
-        ]
-
-    def tensors(self) -> list[Tensor]:
-        """All, as they are bound now."""
-        own: list[Tensor] = [held[name] for held, name in self._owned]
-        for layer in self._frozen:
-            assert layer.parts is not None, "a block runs only while it is acquired"
-            own += layer.parts
-        return own
-
-    def differentiable(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The same tensors with those that learn as leaves; and these alone."""
-        learns = [*self._is_trained, *(False for _ in tensors[len(self._is_trained) :])]
-        own = [
-            one.detach().requires_grad_(is_leaf)
-            for one, is_leaf in zip(tensors, learns, strict=True)
-        ]
-        return own, [one for one in own if one.requires_grad]
-
-    @contextmanager
-    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Others in the place of all, in the order of `tensors()`, within the block."""
-        before = self.tensors()
-        self._put(tensors)
-        try:
-            yield
-        finally:
-            self._put(before)
-
-    def _decode_once(self) -> None:
-        """Use every format before it is traced: what it makes at first use, and keeps, would be a tensor without values."""
-        by_size = sorted(self._frozen, key=lambda one: one.in_features * one.out_features)
-        smallest = {repr(one.format): one for one in reversed(by_size)}
-        for one in smallest.values():
-            assert one.parts is not None, "a block runs only while it is acquired"
-            one.decode(one.parts[: len(one.part_names)], one.weight.dtype)
-
-    def _put(self, tensors: Sequence[Tensor]) -> None:
-        rest = iter(tensors)
-        for held, name in self._owned:
-            held[name] = next(rest)
-        for layer in self._frozen:
-            assert layer.parts is not None, "a block runs only while it is acquired"
-            layer.parts = tuple(next(rest) for _ in layer.parts)
 
 
 def _traced(run: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> torch.fx.GraphModule:

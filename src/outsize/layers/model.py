@@ -100,7 +100,7 @@ class FrozenModel:
         self._table, self._device, self._compute = table, device, compute
         self._views: dict[tuple[int, int], list[tuple[FrozenLinear, dict[str, Tensor]]]] = {}
         freeze_linears_(module, table, packing, compute, arithmetic)
-        for block, path in enumerate(block_paths):
+        self._runners = [
             wrap_block(
                 module.get_submodule(path),
                 block,
@@ -109,6 +109,8 @@ class FrozenModel:
                 keeper=self.keeper,
                 make_runner=make_runner,
             )
+            for block, path in enumerate(block_paths)
+        ]
 
     def begin(self, sweep: Literal["forward", "train"]) -> None:
         """Say that the blocks will now be run upwards, or upwards and down again."""
@@ -163,6 +165,8 @@ class FrozenModel:
 
     def close(self) -> None:
         """Give the weights' memory back, whoever still knows the module."""
+        for runner in self._runners:
+            runner.close()
         self._views.clear()
         self._bound = []
         self.keeper.close()

@@ -22,12 +22,16 @@ _VERIFIED = "nvidia"  # whose cards compiling and 8-bit products were run on
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What train.arithmetic, train.compile and train.exact come to on a machine, and why."""
+    """What train.arithmetic, train.compile and train.exact come to on a machine, and why.
+
+    records: the kernels of a compiled block are launched as one, where the device can do that. It changes no bit.
+    """
 
     arithmetic: str
     compiles: bool
     is_exact: bool
     why: str
+    records: bool = False
 
     def describe(self) -> dict[str, Any]:
         """What decides bits: two runs resume each other only where it is equal."""
@@ -76,6 +80,11 @@ def arithmetic_fault(arithmetic: str, machine: MachineProfile, rates: Rates) -> 
         return None  # the arithmetic tells by itself once the device is open
     needs = "" if since is None else f" (NVIDIA cards have it from compute capability {since} on)"
     return f"{machine.device} has no products in {arithmetic}{needs}"
+
+
+def may_record(machine: MachineProfile) -> bool:
+    """Whether a block's kernels may be launched as one: on the cards for which that was verified."""
+    return machine.has_gpu and vendor_of(machine.device) == _VERIFIED
 
 
 def may_compile(

@@ -54,9 +54,10 @@ def training_step(work: Work, holding: Holding, compute: Compute | None = None) 
         *_inputs(work, holding, device, inputs),
         _working_set(work, holding, device, working),
         *_operands(work, device, compute),
+        *_recorded(work, device, compute),
         *_adapter(work, device),
         Item("gradients", device, grads * size, "of blocks already done, while inputs remain"),
-        Item("batch", device, work.batch_bytes, "latents, noise and embeddings"),
+        *work.demand.training(work),
         *context(work),
     ]
     if work.accumulate > 1:
@@ -86,19 +87,19 @@ def training_update(work: Work, holding: Holding) -> Phase:
 
 
 def sampling(work: Work, holding: Holding) -> Phase:
-    """One step of the flow schedule, base and adapter together; in the compute type, never compiled."""
+    """One run of the blocks without a graph, base and adapter together; in the compute type, never compiled."""
     device = compute_pool(work)
     size = work.compute_bytes
     traffic = max((block.traffic for block in work.base.blocks), default=0)
-    working = math.ceil(work.sample_tokens * traffic * FORWARD_FACTOR)
+    tokens = work.demand.sample_tokens
+    working = math.ceil(tokens * traffic * FORWARD_FACTOR)
     return Phase(
         "sample",
         (
             *blocks(work.base, holding, device),
             *rest(work.base, size, device),
-            Item(
-                "working set", device, working * size, f"one block run, {work.sample_tokens} tokens"
-            ),
+            Item("working set", device, working * size, f"one block run, {tokens} tokens"),
+            *work.demand.sampling(work),
             Item("adapter", device, work.num_adapter_elements * size, "in the compute type"),
             *context(work),
             *host(work, work.base),
@@ -152,6 +153,19 @@ def _operands(work: Work, device: Pool, compute: Compute | None) -> Iterator[Ite
     each = size + (0 if compute.compiles else _EAGER_CONVERSION)
     why = f"one product's rows in {compute.arithmetic}"
     yield Item("operands", device, work.tokens * widest * each, why)
+
+
+def _recorded(work: Work, device: Pool, compute: Compute | None) -> Iterator[Item]:
+    """Where recorded kernels find what changes from launch to launch: input and gradient of one block of each kind."""
+    if compute is None or not compute.records:
+        return
+    kinds = {
+        (block.width, block.num_linears): (block, adapter)
+        for block, adapter in zip(work.base.blocks, work.adapter_by_block, strict=True)
+    }
+    numbers = sum(work.tokens * block.width + adapter for block, adapter in kinds.values())
+    why = f"fixed places for {len(kinds)} kinds of blocks, in and out"
+    yield Item("recorded kernels", device, 2 * numbers * work.compute_bytes, why)
 
 
 def _adapter(work: Work, device: Pool) -> Iterator[Item]:

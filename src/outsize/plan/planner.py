@@ -12,7 +12,13 @@ from outsize.base.units import format_bytes, format_seconds
 from outsize.devices._profile import MachineProfile
 from outsize.devices._rates import Rates, rates_of
 from outsize.plan import conditions, seconds
-from outsize.plan.compute import Compute, arithmetic_fault, choose_arithmetic, may_compile
+from outsize.plan.compute import (
+    Compute,
+    arithmetic_fault,
+    choose_arithmetic,
+    may_compile,
+    may_record,
+)
 from outsize.plan.draft import Decision, Outcome, budget_of, decide
 from outsize.plan.names import base_family
 from outsize.plan.notes import notes
@@ -27,19 +33,19 @@ def make_plan(
     recipe: Recipe,
     machine: MachineProfile,
     *,
-    num_pictures: int | None = None,
+    num_samples: int | None = None,
     rates: Rates | None = None,
     has_triton: bool = True,
 ) -> Plan:
     """What the recipe costs on the machine; a plan that does not fit says so and names a remedy.
 
-    num_pictures: in the recipe's folders, for the size of the cache; None when it is not known. rates: of the machine; None:
+    num_samples: of what the recipe learns from, for the size of caches; None when it is not known. rates: of the machine; None:
     those of its card in the table, or a guess. has_triton: whether what compiles blocks is installed.
     Raises: RecipeError for names that do not exist or a recipe that would train nothing.
     """
     known = rates_of(machine) if rates is None else rates
     draft = functools.partial(_draft, machine=machine, rates=known, has_triton=has_triton)
-    plan = draft(recipe, num_pictures=num_pictures)
+    plan = draft(recipe, num_samples=num_samples)
     return plan if plan.fits else with_remedy(plan, recipe, draft)
 
 
@@ -69,7 +75,7 @@ class _Situation:
         train = self.recipe.train
         if not compute.compiles or train.compile is not None:
             return first
-        eager = self.draft(replace(compute, compiles=False))
+        eager = self.draft(replace(compute, compiles=False, records=False))
         takes_s = seconds.compile_seconds(self.work)
         saved_s = train.steps * (self._step_s(eager) - self._step_s(first))
         if not first.outcome.fits(self.budget):
@@ -122,11 +128,11 @@ def _draft(
     machine: MachineProfile,
     rates: Rates,
     *,
-    num_pictures: int | None = None,
+    num_samples: int | None = None,
     has_triton: bool = True,
 ) -> Plan:
     """The plan as it stands; a refusal says only that it does not fit."""
-    work = work_of(recipe, has_gpu=machine.has_gpu, num_pictures=num_pictures)
+    work = work_of(recipe, has_gpu=machine.has_gpu, num_samples=num_samples)
     here = _Situation(recipe, work, budget_of(machine), rates)
     allowed = _compute(recipe, machine, rates, has_triton=has_triton)
     fault = arithmetic_fault(allowed.arithmetic, machine, rates)
@@ -171,7 +177,9 @@ def _compute(recipe: Recipe, machine: MachineProfile, rates: Rates, *, has_trito
     compiles, why_not = may_compile(machine, has_triton=has_triton, asked=recipe.train.compile)
     if not compiles:
         why = f"{why}; {why_not}"
-    return Compute(arithmetic, compiles, recipe.train.exact or not machine.has_gpu, why)
+    is_exact = recipe.train.exact or not machine.has_gpu
+    records = compiles and recipe.train.record and may_record(machine)
+    return Compute(arithmetic, compiles, is_exact, why, records)
 
 
 def _missing(outcome: Outcome, budget: Budget) -> str:

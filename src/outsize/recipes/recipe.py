@@ -282,16 +282,16 @@ class Recipe(Section):
     def numbers_digest(self) -> str:
         """SHA-256 over what decides the numbers of a step: equal for recipes that may resume each other.
 
-        Left out: name, folders, placement, checkpoints, compare, and train.steps (how far, not how) unless the step size
-        depends on it.
+        Left out: name, folders, placement, checkpoints, compare, train.record, and train.steps (how far, not how) unless the
+        step size depends on it.
         """
         kept = {
             key: value
             for key, value in self.to_json().items()
             if key not in _WITHOUT_EFFECT_ON_NUMBERS
         }
-        if self.train.schedule == "constant":
-            kept["train"] = {key: value for key, value in kept["train"].items() if key != "steps"}
+        without = {"record", "steps"} if self.train.schedule == "constant" else {"record"}
+        kept["train"] = {key: one for key, one in kept["train"].items() if key not in without}
         return json_digest(kept)
 
     def cache_folder(self) -> Path:

@@ -90,6 +90,11 @@ class TrainChoice(Section):
         description="Compile the blocks, which takes a minute at the first step and saves a fifth of the others; null: as "
         "planned.",
     )
+    record: bool = Field(
+        default=True,
+        description="Launch the kernels of a compiled block as one (a CUDA graph) on cards that do so, which spares the "
+        "processor a launch for each; changes no bit.",
+    )
     exact: bool = Field(
         default=False,
         description="Use only kernels that give the same bits each time, so that a resumed run equals an unbroken one to "
