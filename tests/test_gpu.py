@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,15 +61,18 @@ def test_resume_on_a_card_gives_the_bytes_of_an_unbroken_run(
 
 
 @pytest.fixture
-def reduced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def reduced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A Flux.2 of real block shape but 2048 wide with 2 + 6 blocks (0.6 B parameters), tiny conditioners."""
     from outsize.families import flux2
+    from outsize.plan import sizes
 
+    sizes._cached_sizes.cache_clear()
     row = replace(
         flux2.VARIANTS["tiny"], num_heads=16, head_dim=128, axes=(32, 32, 32, 32), num_single=6
     )
     monkeypatch.setitem(flux2.VARIANTS, "tiny", row)
-    return write_tiny("flux2", "tiny", tmp_path / "reduced")
+    yield write_tiny("flux2", "tiny", tmp_path / "reduced")
+    sizes._cached_sizes.cache_clear()
 
 
 def test_a_reduced_model_trains_streamed_as_resident_bit_for_bit(

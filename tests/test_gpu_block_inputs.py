@@ -110,11 +110,11 @@ def test_slow_copies_and_overwritten_memory_change_no_bit(expected: list[bytes])
 def test_a_missing_wait_is_seen_on_a_card(
     kind: type[OffloadedInputs], copies: type[SlowCopies], expected: list[bytes]
 ) -> None:
-    """The test above would be worth nothing if a wrong keeper passed it."""
+    """The test above would be worth nothing if a wrong keeper passed it. A copy may win a race once, not every time."""
     device = open_device(DEVICE)
     keeper = kind(device, min_bytes=256, copies=copies(device.torch_device))
     toy = Toy().to(DEVICE).wrap(keeper)
-    assert gradients(toy, keeper, _steps()[0]) != expected[0]
+    assert any(gradients(toy, keeper, _steps()[0]) != expected[0] for _ in range(5))
     torch.cuda.synchronize()
     keeper.close()
 
