@@ -13,6 +13,7 @@ from typing import Literal
 
 Role = Literal[
     "attention",  # projections into and out of attention
+    "linear_attention",  # projections into and out of linear attention, and what else only that has
     "mlp",  # feed-forward projections (a fused qkv+mlp matrix counts as attention)
     "modulation",  # adaptive-norm projections
     "embed",  # input projections, token tables, time and guidance embedders

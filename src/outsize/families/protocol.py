@@ -1,11 +1,12 @@
 """What a family is: all that is particular to one architecture.
 
-Three kinds share one foundation. A *model family* has a shape table, upstream's class built on the meta device, and
-layouts of the files it is published in. A *base family* is one that is trained; *conditioners* (text encoders and
-image codecs) turn captions and pictures into what it is trained on. Families know nothing of formats, placements or
-client dialects. Their modules import without torch; tables and layouts are pure data.
+All kinds share one foundation. A *model family* has a shape table, upstream's class built on the meta device, and
+layouts of the files it is published in. A *trained family* is one that adapters are trained on: a *base family* makes
+pictures, a *language family* text; its objective tells which. *Conditioners* (text encoders and image codecs) turn
+captions and pictures into what a base is trained on. Families know nothing of formats, placements or client dialects.
+Their modules import without torch; tables and layouts are pure data.
 
-Dimensions: B batch, C channels, H W latent height and width, T text tokens, D width.
+Dimensions: B batch, C channels, H W latent height and width, T text tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from outsize.base.catalogue import Catalogue
 from outsize.base.layout import Layout
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 FAMILIES = Catalogue("outsize.families", "family")
+RECURRENT_CHUNK = 64  # tokens that linear attention takes at once
 DEPTH_MARK = "@"  # "dev@2+6" is dev's widths with 2 blocks of its first kind and 6 of its second
 
 
@@ -76,6 +78,56 @@ class Published:
             {"_class_name": self.upstream} if is_diffusers else {"architectures": [self.upstream]}
         )
         return {**head, **self.config}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """How one layer of a language model mixes tokens, in numbers that plans need.
+
+    name: upstream's word for it. width: of what all heads read, together. kv_width: of the keys and values that a cache
+    keeps of one token. window: a token sees that many, itself included; None for all before it. state: numbers of a
+    recurrent state, 0 for attention; key_width: of all its heads' keys together.
+    """
+
+    name: str
+    width: int
+    kv_width: int
+    window: int | None = None
+    state: int = 0
+    key_width: int = 0
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a state of fixed size stands for the tokens before."""
+        return self.state > 0
+
+    def num_pairs(self, num_tokens: int) -> int:
+        """Pairs of a token and one that it sees, in one document."""
+        seen = num_tokens if self.window is None else min(self.window, num_tokens)
+        return seen * (seen + 1) // 2 + (num_tokens - seen) * seen
+
+    def flops(self, num_tokens: int) -> int:
+        """Of mixing the tokens of one document once, projections left out."""
+        if not self.is_recurrent:
+            return 4 * self.width * self.num_pairs(num_tokens)  # q k' and p v, two each
+        # within a chunk k k', q k', and a triangular matrix times both; three products with the state
+        inner = 2 * RECURRENT_CHUNK * (2 * self.key_width + 2 * self.width)
+        return num_tokens * (inner + 6 * self.state)
+
+    def cache_elements(self, num_tokens: int) -> int:
+        """Numbers that generating keeps of one document."""
+        seen = num_tokens if self.window is None else min(self.window, num_tokens)
+        return self.state or self.kv_width * seen
+
+
+class Head(NamedTuple):
+    """What turns a hidden state into logits: z = h weight', and softcap * tanh(z / softcap) where there is a cap.
+
+    weight (V, D): the token table itself, where the two are tied.
+    """
+
+    weight: Tensor
+    softcap: float | None
 
 
 class ModelFamily(Protocol):
@@ -135,8 +187,8 @@ class ImageCodec(ModelFamily, Protocol):
         """Pixels (B, 3, height, width) in -1..1, fp32."""
 
 
-class BaseFamily(ModelFamily, Protocol):
-    """The model that is trained."""
+class TrainedFamily(ModelFamily, Protocol):
+    """A model that adapters are trained on, whatever it makes."""
 
     @property
     def objective(self) -> str:
@@ -144,10 +196,14 @@ class BaseFamily(ModelFamily, Protocol):
 
     @property
     def folder(self) -> str:
-        """Its sub-folder in a diffusers repository, where conditioners lie in one named by their slot."""
+        """Its sub-folder in a repository, where conditioners lie in one named by their slot; "" for the repository itself."""
 
     def components(self, variant: str) -> tuple[Component, ...]:
-        """Its conditioners, in the order in which they are used."""
+        """Its conditioners, in the order in which they are used; () when it has none."""
+
+
+class BaseFamily(TrainedFamily, Protocol):
+    """A model that makes pictures."""
 
     def condition_shapes(self, variant: str) -> dict[str, tuple[int, ...]]:
         """Shape of each embedding of one caption, as the text encoders give them."""
@@ -177,3 +233,53 @@ class BaseFamily(ModelFamily, Protocol):
 
     def shift_mu(self, variant: str, num_tokens: int) -> float:
         """Resolution shift used for training timesteps: sigma' = e^mu / (e^mu + 1/sigma - 1)."""
+
+
+class LanguageFamily(TrainedFamily, Protocol):
+    """A model that predicts the next token; only its text part, whatever else is published with it."""
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """Where a repository keeps the tokenizer; "" for beside the weights."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of modules that published files hold and text needs not: towers for pictures and sound, drafting layers.
+
+        A tensor is left out when its name has one of them between its dots.
+        """
+
+    def vocabulary(self, variant: str) -> int:
+        """V: token ids are below it."""
+
+    def layer_kinds(self, variant: str) -> tuple[LayerKind, ...]:
+        """How each block mixes tokens, in running order."""
+
+    def hidden(
+        self,
+        variant: str,
+        model: nn.Module,
+        input_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        segments_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Last hidden states, normed: (B, T, D), ready for the head.
+
+        position_ids begin at 0 in every document; segments count a row's documents in running order, -1 for padding, and
+        none sees another. Rows of one document, padded behind at most, run without a mask; so do all without segments.
+        On the host, segments are looked at without waiting for the device.
+        """
+
+    def head(self, variant: str, model: nn.Module) -> Head:
+        """Weight and cap of the logits."""
+
+    def new_cache(self, variant: str, model: nn.Module) -> Any:
+        """Upstream's cache of keys, values and states, empty."""
+
+    def next_logits(
+        self, variant: str, model: nn.Module, input_ids_BT: Tensor, cache: Any
+    ) -> Tensor:
+        """Logits (B, V) of the token after these, fp32, capped; the cache, which holds what came before, takes these in.
+
+        Rows are equally long and without padding. Without gradients.
+        """
