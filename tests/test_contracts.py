@@ -49,6 +49,8 @@ PLUG_IN_FOLDERS = (
     "dialects",
     "objectives",
     "devices",
+    "plan/tasks",
+    "app/tasks",
 )
 
 # Who may name which plug-in, and why: (file, plug-in's file, reason), as patterns below the package.
@@ -63,6 +65,7 @@ NAME_EXCEPTIONS = (
     ("*", "arithmetic/bf16.py", "the field's word for a type of numbers, which tensors have too"),
     # facts of an architecture, which its family is there to state
     ("families/*", "objectives/*", "an architecture was trained with one objective"),
+    ("families/*", "*/tasks/*", "and tasks are named by objectives"),
     ("families/*", "families/*", "siblings name each other as components: encoders and codecs"),
     ("families/*", "dialects/diffusers.py", "the layout of that library's folders bears its name"),
     # `plain` is the absence of a format: what is not packed is held in it, whatever packs the rest

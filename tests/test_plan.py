@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import outsize
-from outsize.app.planning import count_pictures
+from outsize.app.tasks.protocol import task_of
 from outsize.base.errors import DoesNotFit, RecipeError
 from outsize.base.table import ShapeTable, TensorSpec
 from outsize.cli.main import main
@@ -419,7 +419,7 @@ def test_pictures_smaller_than_a_token_are_refused() -> None:
 
 def test_the_json_of_a_plan_keeps_its_keys() -> None:
     """Run folders hold it; a later version reads it back."""
-    plan = make_plan(recipe(), machine(24), num_pictures=12)
+    plan = make_plan(recipe(), machine(24), num_samples=12)
     value = json.loads(json.dumps(plan.to_json()))
     assert list(value) == [
         "version",
@@ -741,8 +741,9 @@ def test_pictures_are_counted_by_name_alone(tmp_path: Path) -> None:
         (tmp_path / "pictures" / name).touch()
     values = recipe().to_json()
     values["data"]["sets"] = [{"folder": str(tmp_path / "pictures")}]
-    assert count_pictures(Recipe.model_validate(values)) == 3
-    assert count_pictures(recipe()) is None
+    wanted = Recipe.model_validate(values)
+    assert task_of(wanted).count(wanted) == 3
+    assert task_of(recipe()).count(recipe()) is None
 
 
 def test_plan_imports_no_torch_and_asks_nothing_of_the_network(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from outsize.app.encode import scan_pictures
 from outsize.app.render import Pair, RenderSettings, Shot, render_pairs, settings_of
 from outsize.app.site import Site
+from outsize.app.tasks.protocol import numbered
 from outsize.app.trained import trained_checkpoint
 from outsize.base.files import folder_committed_to, write_json_atomically
 from outsize.runs.folder import RunFolder
@@ -47,7 +48,7 @@ def compare(site: Site, run: RunFolder) -> Comparison:
     if control:
         rows += _rows("controls, base", "controls, with the adapter", pairs[split:])
     heading = f"{site.recipe.name}: {site.recipe.base.family} {site.recipe.base.variant}"
-    folder = _fresh(run.path / "compare")
+    folder = numbered(run.path / "compare")
     with folder_committed_to(folder) as written:
         draw_grid(heading, rows, [shot.prompt for shot in subject]).save(written / GRID)
         _save(written, pairs, distances, settings)
@@ -73,12 +74,6 @@ def _captions(site: Site) -> list[str]:
         if not manifest.sets[picture.set_index].is_regularisation
     ]
     return list(dict.fromkeys(taken))[:MAX_DEFAULT_PROMPTS]
-
-
-def _fresh(parent: Path) -> Path:
-    """The next numbered folder: nothing that was compared before is overwritten."""
-    numbers = [int(one.name) for one in parent.glob("*") if one.name.isdigit()]
-    return parent / f"{max(numbers, default=0) + 1:03d}"
 
 
 def _save(

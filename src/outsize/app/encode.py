@@ -80,7 +80,7 @@ def encode_texts(site: Site, encoders: Iterable[TextInputs], texts: Iterable[str
 
 def scan_pictures(site: Site) -> Manifest:
     """The recipe's pictures, all read and hashed."""
-    sets = [PictureSet(**one.model_dump()) for one in site.recipe.data.sets]
+    sets = [PictureSet(**one.model_dump()) for one in site.recipe.pictures.sets]
     manifest = scan(sets, facts_file=site.stores.cache_folder / "pictures.json")
     for warning in manifest.warnings:
         site.progress.say(f"warning: {warning}")
@@ -93,12 +93,12 @@ def build_corpus(site: Site) -> Corpus:
     recipe = site.recipe
     manifest = scan_pictures(site)
     encoders = text_inputs(site)
-    encode_texts(site, encoders, training_texts(manifest, recipe.data.caption_dropout))
+    encode_texts(site, encoders, training_texts(manifest, recipe.pictures.caption_dropout))
     part = codec_part(site)
     codec = cast("ImageCodec", part.family)
     crops = plan_crops(
         [(one.width, one.height) for one in manifest.pictures],
-        recipe.data.resolution,
+        recipe.pictures.resolution,
         codec.pixel_multiple(part.variant),
     )
     inputs = codec_inputs(site)
@@ -121,7 +121,7 @@ def build_corpus(site: Site) -> Corpus:
         seed=recipe.train.seed,
         batch=recipe.train.batch,
         accumulate=recipe.train.accumulate,
-        caption_dropout=recipe.data.caption_dropout,
+        caption_dropout=recipe.pictures.caption_dropout,
     )
     return Corpus(
         manifest,

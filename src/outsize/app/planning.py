@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outsize.base.errors import SourceError
+from outsize.app.tasks.protocol import task_of
 from outsize.devices._profile import MachineProfile, limited, read_machine
 from outsize.devices._profile import stated as stated_machine
 from outsize.devices._rates import rates_folder, rates_of, stated_rates
@@ -57,7 +57,7 @@ def plan_for(
     return make_plan(
         recipe,
         machine,
-        num_pictures=count_pictures(recipe),
+        num_samples=task_of(recipe).count(recipe),
         rates=stated_rates(rates, **(stated or {})),
         has_triton=machine.is_stated or has_triton(),
     )
@@ -83,29 +83,3 @@ def machine_with(machine: MachineProfile, device: Device) -> MachineProfile:
         return machine
     free = device.free_bytes() if is_gpu else None
     return replace(machine, device=device.name, vram_bytes=free, vram_free_bytes=free)
-
-
-def require_pictures(recipe: Recipe) -> None:
-    """Refuse folders of pictures that are not there, before anything slow begins.
-
-    Raises: SourceError naming all of them.
-    """
-    missing = [str(one.folder) for one in recipe.data.sets if not one.folder.is_dir()]
-    if missing:
-        raise SourceError(
-            f"no such folder of pictures: {', '.join(missing)}; put pictures there, or correct data.sets in the recipe"
-        )
-
-
-def count_pictures(recipe: Recipe) -> int | None:
-    """Picture files in the recipe's folders, counted by name; None when none of the folders is there."""
-    folders = [one.folder for one in recipe.data.sets if one.folder.is_dir()]
-    if not folders:
-        return None
-    from outsize.data.manifest import PICTURE_EXTENSIONS  # only now: it brings numpy and pillow
-
-    return sum(
-        path.suffix.lower() in PICTURE_EXTENSIONS
-        for folder in folders
-        for path in folder.rglob("*")
-    )

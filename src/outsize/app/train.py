@@ -13,11 +13,10 @@ from torch import Tensor
 
 from outsize.adapters.adapter import Adapter, AdapterShape, delta_norms
 from outsize.adapters.health import WATCHED_UPDATES, as_fp32, require_delta
-from outsize.app.encode import build_corpus
-from outsize.app.losses import Losses
 from outsize.app.models import Training
 from outsize.app.parts import BASE
 from outsize.app.site import Site
+from outsize.app.tasks.protocol import Table, Task, task_of
 from outsize.app.trained import adapter_identity, trained_checkpoint
 from outsize.base.errors import RecipeError
 from outsize.base.files import write_json_atomically
@@ -42,7 +41,8 @@ class Trained:
     """How a training ended. step: updates done; resumed_at: where it took up, 0 for a fresh start.
 
     step_s: median seconds of the steps after the watched first ones; boot_s: from the process's beginning to the end of
-    the first step, preparing and caching left out. None: too few steps, or not counted from there.
+    the first step, preparing and caching left out. None: too few steps, or not counted from there. evaluated: what the
+    task measured on data that was held out, base against adapter.
     """
 
     outcome: Outcome
@@ -51,6 +51,7 @@ class Trained:
     last: StepReport | None
     step_s: float | None = None
     boot_s: float | None = None
+    evaluated: Table | None = None
 
 
 def train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Trained:
@@ -74,12 +75,12 @@ def train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Tr
 
 
 def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Trained:
-    recipe = site.recipe
-    corpus = build_corpus(site)
+    recipe, task = site.recipe, task_of(site.recipe)
+    corpus = task.corpus(site)
     site.waypoints.mark("corpus ready")
     identity = {
         "numbers": recipe.numbers_digest(),
-        "manifest": corpus.manifest.digest(),
+        "manifest": corpus.digest(),
         "base": site.stores.key(BASE),
         "adapter": adapter_identity(recipe),
         "computed_by": _computed_by(site),
@@ -87,34 +88,39 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
     training = Training(site.stores.cache_folder / "compiled")
     with adapted(site, training) as (model, adapter, initial):
         update = make_update(recipe, adapter, initial)
-        pace = _Pace(site)
+        pace, measured = _Pace(site), task.watch(site, model, adapter, corpus)
 
         def seen(report: StepReport) -> None:
             pace.see(report)
             watch(report)
+            measured.see(report)
 
         requests = Requests(run)
         loop = Loop(
             settings=loop_settings(recipe),
             update=update,
             begin_step=lambda: model.begin("train"),
-            losses=Losses(recipe, site.device, model, corpus),
-            pictures_of=corpus.pictures_of,
+            losses=task.losses(recipe, site.device, model, corpus),
+            pictures_of=corpus.names_of,
             requests=requests,
             journal=site.journal,
             checkpoints=run.checkpoints,
             identity=identity,
             watch=seen,
         )
-        resumed_at = _resume(site, run, loop, identity)
+        resumed_at = _resume(site, run, loop, identity, task)
         # now that it is known to go with the checkpoints
         write_json_atomically(run.recipe, recipe.to_json())
         run.set_state("running", step=resumed_at)
         with requests.listening(), site.stages.stage("train"):
+            measured.begin(resumed_at)
             outcome = loop.run()
+            step = pace.last.step if pace.last else resumed_at
+            measured.end(step)
         _prove(site, adapter, update)
-    step = pace.last.step if pace.last else resumed_at
-    return Trained(outcome, step, resumed_at, pace.last, pace.step_s(), pace.boot_s)
+    return Trained(
+        outcome, step, resumed_at, pace.last, pace.step_s(), pace.boot_s, measured.table()
+    )
 
 
 class _Pace:
@@ -207,10 +213,10 @@ def make_update(recipe: Recipe, adapter: Adapter, initial: Mapping[str, Tensor])
     return Update(adapter.parameters(), initial, train.optimizer, settings)
 
 
-def _resume(site: Site, run: RunFolder, loop: Loop, identity: dict[str, Any]) -> int:
+def _resume(site: Site, run: RunFolder, loop: Loop, identity: dict[str, Any], task: Task) -> int:
     """Take up the newest checkpoint that verifies; the step it is of, or 0.
 
-    Raises: RecipeError when it belongs to another recipe, other pictures or another base.
+    Raises: RecipeError when it belongs to another recipe, other data or another base.
     """
     path, faults = newest_checkpoint(run.checkpoints)
     for fault in faults:
@@ -220,7 +226,7 @@ def _resume(site: Site, run: RunFolder, loop: Loop, identity: dict[str, Any]) ->
         return 0
     checkpoint = read_checkpoint(path)
     before = checkpoint.values["identity"]
-    meaning = {"numbers": "the recipe", "manifest": "the pictures or captions", "base": "the base"}
+    meaning = {"numbers": "the recipe", "manifest": task.noun, "base": "the base"}
     changed = [text for key, text in meaning.items() if before[key] != identity[key]]
     if changed:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""`outsize compare`: the same prompts and seeds by the base and by the adapter, side by side."""
+"""`outsize compare`: the same prompts and seeds by the base and by the adapter, side by side; pictures or text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def compare(
     vram_limit: VramLimitOption = None,
     offline: OfflineOption = False,
 ) -> int:
-    """Draw a labelled grid of base and adapter, with control prompts, and measure how far they are apart."""
+    """Lay base and adapter side by side, with control prompts, and measure how far they are apart."""
+    from outsize.app.tasks.protocol import task_of
     from outsize.app.trained import trained_checkpoint
 
     recipe, folder = recipe_and_run(run)
@@ -37,14 +38,11 @@ def compare(
     with open_site(
         recipe, folder, ram=ram, device=device, offline=offline, vram_limit=vram_limit
     ) as site:
-        from outsize.app.compare import compare as compare_site
         from outsize.cli._tables import print_stages, print_table
 
-        made = compare_site(site, folder)
-        rows = [("prompts", f"{made.subject.rms:.2f}", f"{made.subject.changed:.1%}")]
-        if made.control is not None:
-            rows.append(("controls", f"{made.control.rms:.2f}", f"{made.control.changed:.1%}"))
-        print_table("Base against adapter", ("pictures", "rms (0..255)", "pixels changed"), rows)
+        made = task_of(recipe).compare(site, folder)
+        print_table(made.table.title, made.table.heads, made.table.rows)
         print_stages(site.stages.finished)
-        print(f"grid: {made.grid}")
+        for label, path in made.shown:
+            print(f"{label}: {path}")
     return 0

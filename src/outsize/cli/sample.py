@@ -1,4 +1,4 @@
-"""`outsize sample`: pictures from a run's adapter, or from its base alone."""
+"""`outsize sample`: pictures or text from a run's adapter, or from its base alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def sample(
     run: RunArgument,
     *,
     prompt: Annotated[
-        list[str], typer.Option("--prompt", "-p", help="What to draw; may be given several times.")
+        list[str],
+        typer.Option(
+            "--prompt", "-p", help="What to draw or to answer; may be given several times."
+        ),
     ],
     seed: Annotated[list[int] | None, typer.Option("--seed", help="Seeds; left out: 0.")] = None,
     base: Annotated[bool, typer.Option("--base", help="Leave the adapter out.")] = False,
@@ -36,7 +39,8 @@ def sample(
     vram_limit: VramLimitOption = None,
     offline: OfflineOption = False,
 ) -> int:
-    """Draw prompts with the run's adapter, by the recipe's compare settings, into samples/ of the run folder."""
+    """Draw or answer prompts with the run's adapter, by the recipe's compare settings, into samples/ of the run folder."""
+    from outsize.app.tasks.protocol import Ask, task_of
     from outsize.app.trained import trained_checkpoint
 
     recipe, folder = recipe_and_run(run)
@@ -45,10 +49,9 @@ def sample(
     with open_site(
         recipe, folder, ram=ram, device=device, offline=offline, vram_limit=vram_limit
     ) as site:
-        from outsize.app.render import Shot, render, save_samples, settings_of
-
-        shots = [Shot(text, number) for text in prompt for number in seed or [0]]
-        pictures = render(site, folder, shots, settings_of(site), with_adapter=not base)
-        for path in save_samples(folder, shots, pictures):
-            print(path)
+        asks = [Ask(text, number) for text in prompt for number in seed or [0]]
+        for one in task_of(recipe).sample(site, folder, asks, with_adapter=not base):
+            if one.text is not None:
+                print(one.text)
+            print(one.path)
     return 0

@@ -42,12 +42,12 @@ def train(
     offline: OfflineOption = False,
 ) -> int:
     """Train a recipe, from its newest checkpoint if there is one. Ctrl-C saves and stops."""
-    from outsize.app.planning import require_pictures
+    from outsize.app.tasks.protocol import task_of
 
     waypoints = context.ensure_object(Waypoints)
     waypoints.mark("command read")
     chosen, run = recipe_and_run(recipe)
-    require_pictures(chosen)
+    task_of(chosen).require(chosen)
     with open_site(
         chosen,
         run,
@@ -68,6 +68,7 @@ def train(
             print_start(waypoints)
         print_stages(site.stages.finished)
         print_comparison(site, trained)
+        print_evaluated(trained)
         print_pace(site, trained)
         print(f"{trained.outcome} after step {trained.step} of {chosen.train.steps}: {run.path}")
     return EXIT_COMPLETED if trained.outcome == "completed" else EXIT_STOPPED
@@ -80,6 +81,15 @@ def say_plan(site: Site) -> None:
     chosen = site.plan.chosen
     memory = chosen.device_bytes or chosen.host_bytes
     site.progress.say(f"plan: {chosen.holding.kind}, {format_bytes(memory)} at most; {chosen.why}")
+
+
+def print_evaluated(trained: Trained) -> None:
+    """What was measured on data that was held out."""
+    from outsize.cli._tables import print_table
+
+    table = trained.evaluated
+    if table is not None:
+        print_table(table.title, table.heads, table.rows)
 
 
 def print_start(waypoints: Waypoints) -> None:

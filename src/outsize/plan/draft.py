@@ -169,19 +169,13 @@ class _Drafts:
         work = self.work
         phases = [conditions.preparing(work, part.slot) for part in work.conditioners]
         phases.append(conditions.preparing(work, "base"))
-        for part in work.conditioners:
-            if part.kind == "text":
-                held = _encoder_holding(work, part.sizes, self.budget)
-                phases.append(conditions.caching_text(work, part, held))
-            else:
-                phases.append(conditions.encoding_pictures(work, part))
+        phases += work.demand.before(work, lambda sizes: _held(work, sizes, self.budget))
         phases += [
             estimate.training_step(work, holding, self.compute),
             estimate.training_update(work, holding),
             estimate.sampling(work, holding),
         ]
-        codec = next(part for part in work.conditioners if part.kind == "image")
-        return Outcome(holding, (*phases, conditions.decoding_pictures(work, codec)))
+        return Outcome(holding, (*phases, *work.demand.after(work)))
 
     def _with_inputs(self, holding: Holding, fits: Callable[[Outcome], bool]) -> Outcome:
         """Block inputs where the recipe says, or (null) in host memory if it does not fit otherwise."""
@@ -233,8 +227,8 @@ def _in_host(
     return choose_tiers(sizes, device, pinned, pageable)
 
 
-def _encoder_holding(work: Work, sizes: ModelSizes, budget: Budget) -> Holding:
-    """Resident where the encoder fits with a margin, for its blocks are read once for every caption; else streamed."""
+def _held(work: Work, sizes: ModelSizes, budget: Budget) -> Holding:
+    """A conditioner: resident where it fits with a margin, for its blocks are read once for every caption; else streamed."""
     slots = 3
     kept = resident(sizes, RESIDENT, slots)
     need = sizes.packed_bytes + sizes.small_elements * work.compute_bytes

@@ -6,7 +6,7 @@ files, and families and formats import without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -23,6 +23,7 @@ from outsize.recipes.yaml_tree import Fault, parse_tree
 
 # By name, since train is of plan's own rank; asked for names and for the size of their state, which need no torch.
 OPTIMIZERS = Catalogue("outsize.train.optimizers", "optimizer")
+TASKS = Catalogue("outsize.plan.tasks", "task")  # by the objective of the base's family
 AUTO = "auto"  # the planner chooses
 
 
@@ -32,7 +33,7 @@ def base_family(name: str) -> BaseFamily:
     Raises: RecipeError when there is none of that name, or it is a text encoder or codec.
     """
     family = FAMILIES.load(name)
-    if not hasattr(family, "components"):
+    if not hasattr(family, "objective"):
         raise RecipeError(f"{name!r} is a part of other models and cannot be trained by itself")
     return cast("BaseFamily", family)
 
@@ -86,10 +87,15 @@ def _faults(recipe: Recipe) -> Iterator[Fault]:
     if not family_faults and not variant_faults:
         slots = {component.slot for component in components_of(recipe)}
         for slot in sorted(base.components.keys() - slots):
-            yield Fault(None, f"base.components.{slot}", f"no such part; {nearest(slot, slots)}")
+            yield Fault(None, f"base.components.{slot}", _no_such_part(slot, slots))
+        yield from TASKS.load(base_family(base.family).objective).faults(recipe)
     yield from _unknown("train.optimizer", OPTIMIZERS, recipe.train.optimizer)
     yield from _unknown("train.arithmetic", ARITHMETICS, recipe.train.arithmetic, AUTO)
     yield from _unknown("placement.kind", PLACEMENTS, recipe.placement.kind, AUTO)
+
+
+def _no_such_part(slot: str, slots: Collection[str]) -> str:
+    return f"no such part; {nearest(slot, slots)}" if slots else "this base has no other parts"
 
 
 def _unknown(where: str, catalogue: Catalogue, name: str, *others: str) -> Iterator[Fault]:

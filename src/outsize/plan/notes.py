@@ -41,8 +41,7 @@ def notes(work: Work, outcome: Outcome, machine: MachineProfile, rates: Rates) -
             f"stores and caches take {format_bytes(disk)}, {format_bytes(machine.disk_free_bytes)} are "
             "free; what is prepared already counts as taken"
         )
-    if work.num_pictures is None:
-        yield "the folders of pictures are not there yet: the cache is counted for one picture"
+    yield from work.demand.notes(work)
 
 
 def _copied(work: Work, outcome: Outcome, rates: Rates) -> Iterator[str]:

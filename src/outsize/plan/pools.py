@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from outsize.base.tiers import Tier
 from outsize.devices._rates import operand_bytes
@@ -18,7 +18,6 @@ from outsize.placement._spread import as_tiers
 from outsize.placement._staging import staging_bytes
 from outsize.plan.compute import Compute
 from outsize.plan.sizes import ModelSizes
-from outsize.plan.work import Work
 
 Pool = Literal["device", "pinned", "private", "cached", "disk"]
 MIB = 2**20
@@ -76,6 +75,14 @@ class Holding:
         return [block for block, one in enumerate(self.tiers) if one == tier]
 
 
+class Machine(Protocol):
+    """Where it computes."""
+
+    @property
+    def has_gpu(self) -> bool:
+        """Else the host computes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
     """Everything that is in memory together. holding: of the model whose blocks run in it."""
@@ -105,9 +112,9 @@ def resident(model: ModelSizes, kind: str, slots: int) -> Holding:
     return Holding(kind, slots, as_tiers(count, range(count)))
 
 
-def compute_pool(work: Work) -> Pool:
+def compute_pool(machine: Machine) -> Pool:
     """Where tensors compute."""
-    return "device" if work.has_gpu else "private"
+    return "device" if machine.has_gpu else "private"
 
 
 def blocks(model: ModelSizes, holding: Holding, device: Pool) -> Iterator[Item]:
@@ -154,14 +161,14 @@ def rest(
     yield Item("decode scratch", device, count * model.largest_matrix * size, why)
 
 
-def context(work: Work) -> Iterator[Item]:
+def context(machine: Machine) -> Iterator[Item]:
     """The driver's."""
-    if work.has_gpu:
+    if machine.has_gpu:
         yield Item("context", "device", CONTEXT_BYTES, "driver context and kernels; no tensor")
 
 
-def host(work: Work, model: ModelSizes) -> Iterator[Item]:
+def host(machine: Machine, model: ModelSizes) -> Iterator[Item]:
     """Python, the buffer through which a model is loaded, and the store's pages that the system may keep."""
-    yield Item("program", "private", BASELINE_BYTES[work.has_gpu], "Python with torch")
+    yield Item("program", "private", BASELINE_BYTES[machine.has_gpu], "Python with torch")
     yield Item("load buffer", "private", model.largest_packet_bytes, "one packet while loading")
     yield Item("store files", "cached", model.store_bytes, "read while loading")

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outsize.base.units import format_bytes
-from outsize.plan.names import AUTO, OPTIMIZERS, components_of
+from outsize.plan.names import AUTO, OPTIMIZERS, TASKS, base_family, components_of
 from outsize.plan.plan import Plan
 from outsize.plan.pools import Phase
+from outsize.plan.tasks.protocol import PlanTask
 from outsize.plan.work import state_bytes
 from outsize.recipes.recipe import Recipe
 
-_SIDES = (1024, 768, 512, 384, 256)
 _GROUPS = {
     "Base": (
         "blocks kept",
@@ -110,11 +110,8 @@ def _made_of(phase: Phase, pool: str, recipe: Recipe) -> str:
     said = []
     for group, owners in _GROUPS.items():
         total = sum(left.pop(owner, 0) for owner in owners)
-        detail = (
-            f" ({recipe.data.resolution} px, batch {recipe.train.batch})"
-            if group == "activations"
-            else ""
-        )
+        shape = f"{_task(recipe).shape(recipe)}, batch {recipe.train.batch}"
+        detail = f" ({shape})" if group == "activations" else ""
         if total:
             said.append(f"{group} {total / 2**30:.1f}{detail}")
     rest = sum(left.values())
@@ -153,10 +150,15 @@ def _levers(plan: Plan, recipe: Recipe) -> Iterator[list[Change]]:
     if recipe.train.compile is True:
         yield [Change((("train.compile", None),))]
     yield from _rounding_levers(recipe)
-    # a recipe that says where to compare says so on purpose; otherwise comparing follows the training resolution
-    yield [Change((("data.resolution", side),)) for side in _SIDES if side < recipe.data.resolution]
+    for lever in _task(recipe).levers(recipe):
+        yield [Change(edits) for edits in lever]
     rank = recipe.adapter.rank
     yield [Change((("adapter.rank", small),)) for small in (rank // 2, rank // 4) if small >= 4]
+
+
+def _task(recipe: Recipe) -> PlanTask:
+    task: PlanTask = TASKS.load(base_family(recipe.base.family).objective)
+    return task
 
 
 def _placement_levers(recipe: Recipe) -> Iterator[list[Change]]:

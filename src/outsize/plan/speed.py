@@ -64,6 +64,7 @@ class StepTime:
 def step_time(work: Work, holding: Holding, compute: Compute, rates: Rates) -> StepTime:
     """Seconds of one step under a holding; accumulated passes and the update included."""
     up, down = _block_seconds(work, holding, compute, rates)
+    head_s = work.demand.head_flops(work) / _matmul(rates, COMPUTE_TYPE)
     arithmetic_s = sum(up) + sum(down)
     num_linears = sum(block.num_linears for block in work.base.blocks)
     passes = 3 if holding.keeps_activations else 4  # up; again; and backward, which counts twice
@@ -74,15 +75,15 @@ def step_time(work: Work, holding: Holding, compute: Compute, rates: Rates) -> S
     stall_s = max(0.0, one.seconds - arithmetic_s * stretch)
     copying_s = max(one.bus_s, one.feed_s)
     busiest: list[tuple[float, Bound]] = [
-        (arithmetic_s, "compute"),
+        (arithmetic_s + head_s, "compute"),
         (launching_s, "launching"),
         (one.bus_s, "bus"),
         (one.feed_s, "disk" if holding.blocks_in("disk") else "staging"),
     ]
     return StepTime(
-        seconds=one.seconds * work.accumulate + update_s,
+        seconds=(one.seconds + head_s) * work.accumulate + update_s,
         bound=max(busiest, key=lambda part: part[0])[1],
-        compute_s=arithmetic_s * work.accumulate + update_s,
+        compute_s=(arithmetic_s + head_s) * work.accumulate + update_s,
         bus_s=one.bus_s * work.accumulate,
         disk_s=one.feed_s * work.accumulate,
         hidden=1.0 - min(1.0, stall_s / copying_s) if copying_s else 1.0,
@@ -97,7 +98,7 @@ def _block_seconds(
     for block, adapter in zip(work.base.blocks, work.adapter_by_block, strict=True):
         linear = _linear_s(work, block, compute, rates)
         thin = 2 * work.tokens * adapter / (_matmul(rates, COMPUTE_TYPE) * THIN_SHARE)
-        attention = 4 * work.tokens**2 / work.batch * block.width / rates.attention_flops
+        attention = 4 * work.tokens * work.demand.context * block.width / rates.attention_flops
         touched = work.tokens * block.traffic * work.compute_bytes * TOUCHES[compute.compiles]
         elementwise = touched / rates.device_memory_bytes_per_s
         forward = linear + thin + attention + elementwise

@@ -1,21 +1,22 @@
-"""A recipe as plain numbers: tokens, elements, pixels; everything an estimate needs, and nothing it must look up."""
+"""A recipe as plain numbers: tokens, elements, bytes; everything an estimate needs, and nothing it must look up.
+
+What depends on what is learned from, pictures or text, is the demand of the recipe's task (tasks/).
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol
 
 from outsize.base.errors import RecipeError
-from outsize.families.protocol import FAMILIES, BaseFamily, ImageCodec
-from outsize.plan.names import OPTIMIZERS, check_names
+from outsize.families.protocol import BaseFamily
+from outsize.plan.names import OPTIMIZERS, TASKS, base_family, check_names, components_of
+from outsize.plan.pools import Holding, Item, Phase
 from outsize.plan.sizes import ModelSizes, adapter_elements, model_sizes
 from outsize.recipes.recipe import Recipe, rest_format
-
-# Pictures smaller than this are sampled and decoded several at a time, as many as make up its pixels.
-_PIXELS_TOGETHER = 512 * 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +30,65 @@ class Conditioner:
     sizes: ModelSizes
 
 
+class Demand(Protocol):
+    """What a task asks of the machine: of the base in one pass, and around it. Numbers of one recipe.
+
+    Every method is given the work that it belongs to.
+    """
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one pass over the blocks, all that goes through them, of the whole batch."""
+
+    @property
+    def context(self) -> float:
+        """Tokens that one token attends to, on average."""
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens that go through the blocks at once while sampling."""
+
+    def head_flops(self, work: Work) -> float:
+        """Operations of one pass outside the blocks, forward and backward, where they are worth counting; else 0."""
+
+    def training(self, work: Work) -> Iterator[Item]:
+        """What a training step holds beside the base: its batch, and what its loss takes."""
+
+    def sampling(self, work: Work) -> Iterator[Item]:
+        """What sampling holds beside the base."""
+
+    def before(self, work: Work, hold: Callable[[ModelSizes], Holding]) -> Iterator[Phase]:
+        """Phases before training, after the stores are made. hold: how a conditioner's blocks are best held."""
+
+    def after(self, work: Work) -> Iterator[Phase]:
+        """Phases after sampling."""
+
+    def disk(self, work: Work) -> Iterator[Item]:
+        """What is written beside stores and checkpoints."""
+
+    def notes(self, work: Work) -> Iterator[str]:
+        """What a person should know of the plan."""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One recipe on one kind of machine. tokens: of one pass over the blocks, batch and text included."""
+    """One recipe on one kind of machine."""
 
     has_gpu: bool
     base: ModelSizes
     conditioners: tuple[Conditioner, ...]
-    tokens: int
-    text_tokens: int
-    sample_tokens: int
-    pixels: int
-    sample_pixels: int
-    latent_elements: int
-    condition_elements: int
+    demand: Demand
     batch: int
     accumulate: int
     adapter_by_block: tuple[int, ...]
     optimizer: str
     optimizer_bytes: int
     num_checkpoints: int
-    num_pictures: int | None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one pass over the blocks."""
+        return self.demand.tokens
 
     @property
     def compute_bytes(self) -> int:
@@ -72,42 +111,24 @@ class Work:
         """The adapter's fp32 masters and the optimiser's state."""
         return self.num_adapter_elements * 4 + self.optimizer_bytes
 
-    @property
-    def batch_bytes(self) -> int:
-        """Clean latents, noise, their mixture and the prediction in fp32, and embeddings in the compute type."""
-        each = 4 * 4 * self.latent_elements + self.condition_elements * self.compute_bytes
-        return self.batch * each
 
+def work_of(recipe: Recipe, *, has_gpu: bool, num_samples: int | None = None) -> Work:
+    """Resolve a recipe to numbers; no torch, nothing opened. num_samples: of what there is to learn from, where known.
 
-def work_of(recipe: Recipe, *, has_gpu: bool, num_pictures: int | None = None) -> Work:
-    """Resolve a recipe to numbers; no torch, nothing opened.
-
-    Raises: RecipeError for names that do not exist, an adapter that matches nothing, or pictures smaller than a token.
+    Raises: RecipeError for names that do not exist, an adapter that matches nothing, or data that the base cannot take.
     """
     check_names(recipe)
-    family = cast("BaseFamily", FAMILIES.load(recipe.base.family))
-    variant = recipe.base.variant
-    conditioners = _conditioners(recipe, family)
-    sizes = model_sizes(recipe.base.family, variant, recipe.base.format, rest_format("base"))
-    conditions = family.condition_shapes(variant)
-    text_tokens = sum(shape[0] for shape in conditions.values() if len(shape) == 2)
-    side = recipe.data.resolution
-    wide, high = recipe.compare.width or side, recipe.compare.height or side
-    latent = _latent_shape(conditioners, height=side, width=side)
-    sample_latent = _latent_shape(conditioners, height=high, width=wide)
-    together = max(1, _PIXELS_TOGETHER // (wide * high))
+    family = base_family(recipe.base.family)
+    conditioners = _conditioners(recipe)
+    sizes = model_sizes(
+        recipe.base.family, recipe.base.variant, recipe.base.format, rest_format("base")
+    )
     tensors = _adapter_tensors(recipe, family)
     return Work(
         has_gpu=has_gpu,
         base=sizes,
         conditioners=conditioners,
-        tokens=recipe.train.batch * (family.num_tokens(variant, latent) + text_tokens),
-        text_tokens=text_tokens,
-        sample_tokens=together * (family.num_tokens(variant, sample_latent) + text_tokens),
-        pixels=side * side,
-        sample_pixels=together * wide * high,
-        latent_elements=math.prod(latent),
-        condition_elements=_elements(conditions),
+        demand=TASKS.load(family.objective).demand(recipe, conditioners, num_samples),
         batch=recipe.train.batch,
         accumulate=recipe.train.accumulate,
         adapter_by_block=tuple(
@@ -122,7 +143,6 @@ def work_of(recipe: Recipe, *, has_gpu: bool, num_pictures: int | None = None) -
         num_checkpoints=min(
             recipe.checkpoints.keep, math.ceil(recipe.train.steps / recipe.checkpoints.every)
         ),
-        num_pictures=num_pictures,
     )
 
 
@@ -131,30 +151,13 @@ def state_bytes(optimizer: str, elements: int) -> int:
     return int(OPTIMIZERS.load(optimizer).state_bytes(elements))
 
 
-def _conditioners(recipe: Recipe, family: BaseFamily) -> tuple[Conditioner, ...]:
+def _conditioners(recipe: Recipe) -> tuple[Conditioner, ...]:
     found = []
-    for one in family.components(recipe.base.variant):
+    for one in components_of(recipe):
         choice = recipe.base.component_format(one.slot, one.kind)
         sizes = model_sizes(one.family, one.variant, choice, rest_format(one.kind))
         found.append(Conditioner(one.slot, one.kind, one.family, one.variant, sizes))
     return tuple(found)
-
-
-def _latent_shape(
-    conditioners: tuple[Conditioner, ...], *, height: int, width: int
-) -> tuple[int, int, int]:
-    """Latent of one picture, its sides cut to what the codec takes."""
-    part = next(one for one in conditioners if one.kind == "image")
-    codec = cast("ImageCodec", FAMILIES.load(part.family))
-    multiple = codec.pixel_multiple(part.variant)
-    if min(height, width) < multiple:
-        raise RecipeError(
-            f"pictures of {width} x {height} pixels are smaller than one token of {part.family} "
-            f"({multiple} pixels); raise data.resolution, or compare.width and compare.height"
-        )
-    return codec.latent_shape(
-        part.variant, height // multiple * multiple, width // multiple * multiple
-    )
 
 
 def _adapter_tensors(recipe: Recipe, family: BaseFamily) -> tuple[tuple[int, int], ...]:
@@ -168,7 +171,3 @@ def _adapter_tensors(recipe: Recipe, family: BaseFamily) -> tuple[tuple[int, int
             f"there are {', '.join(there)}"
         )
     return tensors
-
-
-def _elements(conditions: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in conditions.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -205,14 +205,23 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
         for slot, choice in recipe.base.components.items()
     }
     base = {"source": resolve_source(recipe.base.source, folder), "components": components}
-    sets = tuple(
-        one.model_copy(update={"folder": absolute(one.folder)}) for one in recipe.data.sets
-    )
     return recipe.model_copy(
         update={
             "base": recipe.base.model_copy(update=base),
-            "data": recipe.data.model_copy(update={"sets": sets}),
+            "data": _with_paths(recipe.data, absolute),
             "runs": absolute(recipe.runs),
             "cache": None if recipe.cache is None else absolute(recipe.cache),
         }
     )
+
+
+def _with_paths(value: Any, change: Callable[[Path], Path]) -> Any:
+    """A part of the recipe with every path in it changed."""
+    if isinstance(value, Path):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_with_paths(one, change) for one in value)
+    if isinstance(value, BaseModel):
+        update = {name: _with_paths(one, change) for name, one in value}
+        return value.model_copy(update=update)
+    return value

@@ -10,14 +10,14 @@ Reading YAML, with line numbers, is `load.py`'s work.
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from outsize.base.files import json_digest
+from outsize.recipes.pictures import PictureChoice
 from outsize.recipes.section import AsTuple, Bytes, Count, FilePath, Section, Seed, Text
 from outsize.recipes.training import AdapterChoice, TrainChoice
 
@@ -107,67 +107,6 @@ class BaseChoice(Section):
         return self.format if kind == "text" else FormatChoice(name="plain")
 
 
-class PictureSet(Section):
-    """One folder of captioned pictures."""
-
-    folder: FilePath = Field(description="Folder of pictures, searched with its sub-folders.")
-    caption_extension: Text = Field(
-        default=".txt",
-        description="Ending of the caption file beside each picture of the same name.",
-    )
-    trigger: Text | None = Field(
-        default=None,
-        description="Word put before every caption of this set, to call the subject by.",
-    )
-    default_caption: Text | None = Field(
-        default=None,
-        description="Caption of pictures without a caption file; null: such a picture is an error.",
-    )
-    share: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Share of all samples drawn from this set; null: what other sets leave, by number of pictures.",
-    )
-    loss_weight: float = Field(
-        default=1.0, gt=0, description="Factor on the loss of this set's samples."
-    )
-    is_regularisation: bool = Field(
-        default=False, description="True for other subjects, shown so that they do not change."
-    )
-
-
-class DataChoice(Section):
-    """What is learned from."""
-
-    resolution: int = Field(
-        default=1024,
-        ge=16,
-        le=8192,
-        description="Pictures are scaled to about this many pixels squared, in aspect buckets.",
-    )
-    caption_dropout: float = Field(
-        default=0.05, ge=0, le=1, description="Share of samples trained with an empty caption."
-    )
-    sets: Annotated[tuple[PictureSet, ...], AsTuple] = Field(
-        min_length=1, description="Folders of pictures; at least one."
-    )
-
-    @model_validator(mode="after")
-    def _shares_leave_room(self) -> Self:
-        shares = [one.share for one in self.sets if one.share is not None]
-        total = math.fsum(shares)
-        is_all = len(shares) == len(self.sets)
-        if (is_all and not math.isclose(total, 1)) or (not is_all and total >= 1):
-            wanted = (
-                "must add up to 1"
-                if is_all
-                else "must leave something (< 1) to the sets without one"
-            )
-            raise ValueError(f"the shares of the sets add up to {total:g} but {wanted}")
-        return self
-
-
 class PlacementChoice(Section):
     """Where the frozen blocks lie while training; changes no number."""
 
@@ -239,7 +178,7 @@ class Recipe(Section):
 
     name: str = Field(description="Names the run folder: letters, digits, '.', '_' and '-'.")
     base: BaseChoice = Field(description="The frozen model that is trained on.")
-    data: DataChoice = Field(description="What is learned from.")
+    data: PictureChoice = Field(description="What is learned from.")
     adapter: AdapterChoice = Field(
         default_factory=AdapterChoice, description="What is trained: a low-rank adapter."
     )
@@ -270,6 +209,12 @@ class Recipe(Section):
                 "not beginning or ending with '.' or beginning with '-', and no device name such as 'con'"
             )
         return value
+
+    @property
+    def pictures(self) -> PictureChoice:
+        """The data of a recipe that learns from pictures."""
+        assert isinstance(self.data, PictureChoice), "the task of the base's family has checked it"
+        return self.data
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as JSON values; `load.recipe_from_json` reads it back."""

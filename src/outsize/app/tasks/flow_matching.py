@@ -1,0 +1,123 @@
+"""Pictures with captions, learned by rectified flow; see app/encode.py, losses.py, compare.py and render.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outsize.app.tasks.protocol import (
+    Ask,
+    Batches,
+    Compared,
+    NoWatch,
+    Sampled,
+    Table,
+    Watch,
+)
+from outsize.base.errors import SourceError
+
+if TYPE_CHECKING:
+    from outsize.adapters.adapter import Adapter
+    from outsize.app.losses import Losses
+    from outsize.app.site import Site
+    from outsize.app.tasks.protocol import Corpus
+    from outsize.data import batches as data
+    from outsize.devices.protocol import Device
+    from outsize.layers.model import FrozenModel
+    from outsize.recipes.recipe import Recipe
+    from outsize.runs.folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """All pictures of a recipe, encoded."""
+
+    corpus: data.Corpus
+
+    def digest(self) -> str:
+        """Of pictures, captions and the sets' settings."""
+        return self.corpus.manifest.digest()
+
+    def names_of(self, step: int) -> list[str]:
+        """Files."""
+        return self.corpus.pictures_of(step)
+
+    def batch(self, step: int, place: int) -> data.Batch:
+        """Latents and embeddings."""
+        return self.corpus.batch(step, place)
+
+
+@dataclass(frozen=True, slots=True)
+class PictureTask:
+    """See protocol.py."""
+
+    noun: str = "the pictures or captions"
+
+    def count(self, recipe: Recipe) -> int | None:
+        """Picture files in the recipe's folders, counted by name; None when none of the folders is there."""
+        folders = [one.folder for one in recipe.pictures.sets if one.folder.is_dir()]
+        if not folders:
+            return None
+        from outsize.data.manifest import PICTURE_EXTENSIONS  # only now: it brings numpy and pillow
+
+        return sum(
+            path.suffix.lower() in PICTURE_EXTENSIONS
+            for folder in folders
+            for path in folder.rglob("*")
+        )
+
+    def require(self, recipe: Recipe) -> None:
+        """Refuse folders of pictures that are not there.
+
+        Raises: SourceError naming all of them.
+        """
+        missing = [str(one.folder) for one in recipe.pictures.sets if not one.folder.is_dir()]
+        if missing:
+            raise SourceError(
+                f"no such folder of pictures: {', '.join(missing)}; put pictures there, or correct data.sets in the recipe"
+            )
+
+    def corpus(self, site: Site) -> Corpus:
+        """Pictures and captions, all encoded and cached."""
+        from outsize.app.encode import build_corpus
+
+        return Pictures(build_corpus(site))
+
+    def losses(
+        self, recipe: Recipe, device: Device, model: FrozenModel, batches: Batches
+    ) -> Losses:
+        """Of noisy latents."""
+        from outsize.app.losses import Losses
+
+        return Losses(recipe, device, model, batches)
+
+    def watch(self, _site: Site, _model: FrozenModel, _adapter: Adapter, _corpus: Corpus) -> Watch:
+        """The loss of pictures that are held out says little; `outsize compare` shows more."""
+        return NoWatch()
+
+    def compare(self, site: Site, run: RunFolder) -> Compared:
+        """A labelled grid of base and adapter, with control prompts, and how far they are apart."""
+        from outsize.app.compare import compare
+
+        made = compare(site, run)
+        rows = [("prompts", f"{made.subject.rms:.2f}", f"{made.subject.changed:.1%}")]
+        if made.control is not None:
+            rows.append(("controls", f"{made.control.rms:.2f}", f"{made.control.changed:.1%}"))
+        heads = ("pictures", "rms (0..255)", "pixels changed")
+        table = Table("Base against adapter", heads, tuple(rows))
+        return Compared(made.folder, table, (("grid", made.grid),))
+
+    def sample(
+        self, site: Site, run: RunFolder, asks: Sequence[Ask], *, with_adapter: bool
+    ) -> Iterator[Sampled]:
+        """Pictures, by the recipe's compare settings."""
+        from outsize.app.render import Shot, render, save_samples, settings_of
+
+        shots = [Shot(one.prompt, one.seed) for one in asks]
+        pictures = render(site, run, shots, settings_of(site), with_adapter=with_adapter)
+        for path in save_samples(run, shots, pictures):
+            yield Sampled(path)
+
+
+plugin = PictureTask()

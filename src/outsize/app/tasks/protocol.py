@@ -1,0 +1,162 @@
+"""What a task is to a run: from its data to losses, and from a trained adapter to something a person can judge.
+
+A task is named by the objective of the base's family, and what it is to a plan is the file of the same name in plan/tasks.
+Plans and commands ask for a task before torch is needed, so its module imports torch inside functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from outsize.base.catalogue import Catalogue
+
+if TYPE_CHECKING:
+    from outsize.adapters.adapter import Adapter
+    from outsize.app.site import Site
+    from outsize.devices.protocol import Device
+    from outsize.layers.model import FrozenModel
+    from outsize.recipes.recipe import Recipe
+    from outsize.runs.folder import RunFolder
+    from outsize.train.loop import MicroBatches, StepReport
+
+TASKS = Catalogue("outsize.app.tasks", "task")
+
+
+class Batches(Protocol):
+    """What gives the micro-batches of a step; of what type, the task knows."""
+
+    def batch(self, step: int, place: int) -> Any:
+        """The micro-batch `place` of a step, counted from 0; a pure function of both and of what was built from."""
+
+
+class Corpus(Batches, Protocol):
+    """Everything there is to learn from, ready to be drawn."""
+
+    def digest(self) -> str:
+        """Of all that is learned from: a checkpoint resumes only with the same."""
+
+    def names_of(self, step: int) -> list[str]:
+        """What a step draws, in words that let a person find it; reads nothing."""
+
+
+class Watch(Protocol):
+    """What a task measures beside training, on data that is never trained on."""
+
+    def begin(self, step: int) -> None:
+        """Training goes on after `step` updates."""
+
+    def see(self, report: StepReport) -> None:
+        """An update was made."""
+
+    def end(self, step: int) -> None:
+        """Training is over after `step` updates."""
+
+    def table(self) -> Table | None:
+        """What was measured, base against adapter; None when there is nothing to measure by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows for people. All columns but the first hold figures."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Base against adapter. folder: where it was written; shown: label of what to look at, and where it lies."""
+
+    folder: Path
+    table: Table
+    shown: tuple[tuple[str, Path], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One thing the model made. text: what a terminal can show of it."""
+
+    path: Path
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One thing to make."""
+
+    prompt: str
+    seed: int
+
+
+class Task(Protocol):
+    """One kind of thing to learn from."""
+
+    @property
+    def noun(self) -> str:
+        """What is learned from, as in "the pictures or captions changed since"."""
+
+    def count(self, recipe: Recipe) -> int | None:
+        """Samples that the recipe names, counted without reading them; None when they are not there, or not countable."""
+
+    def require(self, recipe: Recipe) -> None:
+        """Refuse data that is not there, before anything slow begins.
+
+        Raises: SourceError naming all of it.
+        """
+
+    def corpus(self, site: Site) -> Corpus:
+        """Everything that the recipe learns from; what has to be encoded first is encoded, and cached."""
+
+    def losses(
+        self, recipe: Recipe, device: Device, model: FrozenModel, batches: Batches
+    ) -> MicroBatches:
+        """What the loop takes its losses from."""
+
+    def watch(self, site: Site, model: FrozenModel, adapter: Adapter, corpus: Corpus) -> Watch:
+        """What is measured while training."""
+
+    def compare(self, site: Site, run: RunFolder) -> Compared:
+        """Put base and adapter side by side, as the recipe's compare section says."""
+
+    def sample(
+        self, site: Site, run: RunFolder, asks: Sequence[Ask], *, with_adapter: bool
+    ) -> Iterator[Sampled]:
+        """Make what is asked for, by the run's adapter or by its base alone, into samples/ of the run folder."""
+
+
+class NoWatch:
+    """Nothing is measured beside training."""
+
+    def begin(self, step: int) -> None:
+        """Nothing."""
+
+    def see(self, report: StepReport) -> None:
+        """Nothing."""
+
+    def end(self, step: int) -> None:
+        """Nothing."""
+
+    def table(self) -> Table | None:
+        """Nothing."""
+        return None
+
+
+def task_of(recipe: Recipe) -> Task:
+    """The task of the recipe's base.
+
+    Raises: RecipeError when there is no such family.
+    """
+    from outsize.plan.names import base_family
+
+    task: Task = TASKS.load(base_family(recipe.base.family).objective)
+    return task
+
+
+def numbered(parent: Path) -> Path:
+    """The next numbered folder: nothing that was made before is overwritten."""
+    numbers = [int(one.name) for one in parent.glob("*") if one.name.isdigit()]
+    return parent / f"{max(numbers, default=0) + 1:03d}"

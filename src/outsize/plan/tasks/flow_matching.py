@@ -1,0 +1,199 @@
+"""Pictures with captions: text encoders and an image codec run before the base, and the codec after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from outsize.base.errors import RecipeError
+from outsize.families.protocol import FAMILIES, ImageCodec
+from outsize.plan.estimate import FORWARD_FACTOR
+from outsize.plan.names import base_family
+from outsize.plan.pools import Holding, Item, Phase, blocks, compute_pool, context, host, rest
+from outsize.plan.sizes import ModelSizes
+from outsize.plan.tasks._faults import wrong_data
+from outsize.plan.tasks.protocol import Edits
+from outsize.plan.work import Conditioner, Work
+from outsize.recipes.pictures import PictureChoice
+from outsize.recipes.recipe import Recipe
+from outsize.recipes.section import Section
+from outsize.recipes.yaml_tree import Fault
+
+# Pictures smaller than this are sampled and decoded several at a time, as many as make up its pixels.
+_PIXELS_TOGETHER = 512 * 512
+# Widest tensors of an image codec alive at once at full size, in units of its first convolution's output: a residual
+# block holds input, normed, activated and convolved; the decoder runs the last level at twice the channels.
+ENCODE_PLANES, DECODE_PLANES = 6, 10
+_SIDES = (1024, 768, 512, 384, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class PictureDemand:
+    """Numbers of one recipe. tokens, sample_tokens: text included. context: tokens of one picture and its text."""
+
+    tokens: int
+    context: float
+    sample_tokens: int
+    text_tokens: int
+    pixels: int
+    sample_pixels: int
+    latent_elements: int
+    condition_elements: int
+    num_pictures: int | None
+
+    def head_flops(self, _work: Work) -> float:
+        """The head is as thin as a latent."""
+        return 0.0
+
+    def training(self, work: Work) -> Iterator[Item]:
+        """Clean latents, noise, their mixture and the prediction in fp32, and embeddings in the compute type."""
+        each = 4 * 4 * self.latent_elements + self.condition_elements * work.compute_bytes
+        device = compute_pool(work)
+        yield Item("batch", device, work.batch * each, "latents, noise and embeddings")
+
+    def sampling(self, _work: Work) -> Iterator[Item]:
+        """Latents are nothing beside the blocks."""
+        yield from ()
+
+    def before(self, work: Work, hold: Callable[[ModelSizes], Holding]) -> Iterator[Phase]:
+        """Captions and pictures are encoded, one encoder at a time."""
+        for part in work.conditioners:
+            if part.kind == "text":
+                yield self._caching_text(work, part, hold(part.sizes))
+            else:
+                yield _codec("cache latents", work, part, self.pixels * ENCODE_PLANES)
+
+    def after(self, work: Work) -> Iterator[Phase]:
+        """Pictures that are sampled together are decoded."""
+        codec = _codec_of(work.conditioners)
+        yield _codec("decode pictures", work, codec, self.sample_pixels * DECODE_PLANES)
+
+    def disk(self, _work: Work) -> Iterator[Item]:
+        """The content cache."""
+        per_picture = self.latent_elements * 4 + self.condition_elements * 2
+        count = self.num_pictures
+        named = "one picture" if count is None else f"{count} pictures"
+        why = f"latents and embeddings of {named}"
+        yield Item("cache", "disk", per_picture * (count or 1), why)
+
+    def notes(self, _work: Work) -> Iterator[str]:
+        """Whether there are pictures."""
+        if self.num_pictures is None:
+            yield "the folders of pictures are not there yet: the cache is counted for one picture"
+
+    def _caching_text(self, work: Work, part: Conditioner, holding: Holding) -> Phase:
+        """One text encoder over one caption."""
+        device = compute_pool(work)
+        traffic = max((block.traffic for block in part.sizes.blocks), default=0)
+        working = math.ceil(self.text_tokens * traffic * FORWARD_FACTOR) * work.compute_bytes
+        return Phase(
+            f"cache {part.slot}",
+            (
+                *blocks(part.sizes, holding, device),
+                *rest(part.sizes, work.compute_bytes, device),
+                Item("working set", device, working, f"one block run, {self.text_tokens} tokens"),
+                *context(work),
+                *host(work, part.sizes),
+            ),
+            holding,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PicturePlan:
+    """See protocol.py."""
+
+    @property
+    def section(self) -> type[Section]:
+        """Folders of pictures."""
+        return PictureChoice
+
+    def faults(self, recipe: Recipe) -> Iterator[Fault]:
+        """Data of another kind."""
+        yield from wrong_data(recipe, self.section, "pictures")
+
+    def demand(
+        self, recipe: Recipe, conditioners: tuple[Conditioner, ...], num_samples: int | None
+    ) -> PictureDemand:
+        """Tokens, pixels and elements of the recipe's pictures.
+
+        Raises: RecipeError when pictures are smaller than a token.
+        """
+        family, variant = base_family(recipe.base.family), recipe.base.variant
+        conditions = family.condition_shapes(variant)
+        text_tokens = sum(shape[0] for shape in conditions.values() if len(shape) == 2)
+        side = recipe.pictures.resolution
+        wide, high = recipe.compare.width or side, recipe.compare.height or side
+        latent = _latent_shape(conditioners, height=side, width=side)
+        sample_latent = _latent_shape(conditioners, height=high, width=wide)
+        together = max(1, _PIXELS_TOGETHER // (wide * high))
+        context = family.num_tokens(variant, latent) + text_tokens
+        return PictureDemand(
+            tokens=recipe.train.batch * context,
+            context=context,
+            sample_tokens=together * (family.num_tokens(variant, sample_latent) + text_tokens),
+            text_tokens=text_tokens,
+            pixels=side * side,
+            sample_pixels=together * wide * high,
+            latent_elements=math.prod(latent),
+            condition_elements=_elements(conditions),
+            num_pictures=num_samples,
+        )
+
+    def shape(self, recipe: Recipe) -> str:
+        """The resolution."""
+        return f"{recipe.pictures.resolution} px"
+
+    def levers(self, recipe: Recipe) -> Iterator[list[Edits]]:
+        """A smaller resolution.
+
+        A recipe that says where to compare says so on purpose; otherwise comparing follows the training resolution.
+        """
+        now = recipe.pictures.resolution
+        yield [(("data.resolution", side),) for side in _SIDES if side < now]
+
+
+def _codec_of(conditioners: tuple[Conditioner, ...]) -> Conditioner:
+    return next(one for one in conditioners if one.kind == "image")
+
+
+def _codec(name: str, work: Work, part: Conditioner, planes: int) -> Phase:
+    """planes: numbers of all the widest tensors alive at once, for each of their channels."""
+    device = compute_pool(work)
+    activations = planes * part.sizes.first_channels * work.compute_bytes
+    why = f"the widest tensors alive at once, {part.sizes.first_channels} channels"
+    return Phase(
+        name,
+        (
+            Item("codec", device, part.sizes.small_elements * work.compute_bytes, "all of it"),
+            Item("working set", device, activations, why),
+            *context(work),
+            *host(work, part.sizes),
+        ),
+    )
+
+
+def _latent_shape(
+    conditioners: tuple[Conditioner, ...], *, height: int, width: int
+) -> tuple[int, int, int]:
+    """Latent of one picture, its sides cut to what the codec takes."""
+    part = _codec_of(conditioners)
+    codec = cast("ImageCodec", FAMILIES.load(part.family))
+    multiple = codec.pixel_multiple(part.variant)
+    if min(height, width) < multiple:
+        raise RecipeError(
+            f"pictures of {width} x {height} pixels are smaller than one token of {part.family} "
+            f"({multiple} pixels); raise data.resolution, or compare.width and compare.height"
+        )
+    return codec.latent_shape(
+        part.variant, height // multiple * multiple, width // multiple * multiple
+    )
+
+
+def _elements(conditions: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in conditions.values())
+
+
+plugin = PicturePlan()

@@ -1,0 +1,42 @@
+"""What a task is to a plan: which data a recipe of it names, and what that costs beside running the base.
+
+A task is named by the objective of the base's family (`objective` in families/protocol.py), and what it is to a run is the
+file of the same name in app/tasks. No task imports torch here: plans are made before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from outsize.plan.work import Conditioner, Demand
+from outsize.recipes.recipe import Recipe
+from outsize.recipes.section import Section
+from outsize.recipes.yaml_tree import Fault
+
+Edits = tuple[tuple[str, Any], ...]  # values by dotted path of a recipe, to be changed together
+
+
+class PlanTask(Protocol):
+    """One kind of thing to learn from."""
+
+    @property
+    def section(self) -> type[Section]:
+        """What `data` of its recipes is."""
+
+    def faults(self, recipe: Recipe) -> Iterator[Fault]:
+        """What of a recipe says something that this task has no use for; data of another kind first of all."""
+
+    def demand(
+        self, recipe: Recipe, conditioners: tuple[Conditioner, ...], num_samples: int | None
+    ) -> Demand:
+        """What a recipe asks of the machine. num_samples: of what there is to learn from; None: not known.
+
+        Raises: RecipeError when the base cannot take such data.
+        """
+
+    def shape(self, recipe: Recipe) -> str:
+        """What shapes the activations, as in "1024 px"."""
+
+    def levers(self, recipe: Recipe) -> Iterator[list[Edits]]:
+        """Changes of what is learned from that save memory, from the mildest on; each from mild to strong."""
