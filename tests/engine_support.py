@@ -117,6 +117,7 @@ def make_tiny(
     for spec in table:
         noise = torch.randn(spec.shape, generator=generator)
         is_scale = spec.role == "norm" and not spec.name.endswith("bias")
+        is_scale = is_scale or spec.name.endswith("layer_scalar")
         weights[spec.name] = (1 + 0.1 * noise if is_scale else 0.08 * noise).bfloat16()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "diffusion_pytorch_model.safetensors"
