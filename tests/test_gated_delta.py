@@ -6,13 +6,14 @@ Truth in float64 is upstream's token-by-token loop: it asks for torch.float32 by
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from living_bytes import LivingBytes
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
@@ -215,6 +216,33 @@ def test_heads_in_groups_are_heads_at_once() -> None:
     grouped = with_gradients(gated_delta_rule(*inputs, chunk=16, pass_bytes=1), inputs)
     for one, other in zip(once, grouped, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def peak_bytes(rule: Callable[[], Tensor], inputs: list[Tensor]) -> int:
+    """Most bytes alive at once in a forward and its gradient."""
+    with LivingBytes() as memory:
+        out = rule()
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+    return memory.peak
+
+
+def test_a_pass_takes_the_memory_that_it_was_counted_for() -> None:
+    """All heads at once are within the count; one at a time take less; upstream's graph takes half as much again."""
+    side = 64  # tokens of a chunk, and both widths: then neither kind of matrix is small
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 512, heads, side) for heads in (2, 2, 6)] + [(1, 512, 6)] * 2
+    inputs = [torch.rand(one, generator=generator).requires_grad_() for one in shapes]
+    q, k, v, beta, g = [*inputs[:4], -inputs[4]]
+    counted = 4 * (512 // side) * 6 * (18 + 4) * side**2
+    at_once = peak_bytes(lambda: gated_delta_rule(q, k, v, g, beta, pass_bytes=counted), inputs)
+    one_by_one = peak_bytes(lambda: gated_delta_rule(q, k, v, g, beta, pass_bytes=1), inputs)
+    rule = upstream.torch_chunk_gated_delta_rule
+    usual = peak_bytes(
+        lambda: rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0], inputs
+    )
+    assert 0.6 * counted < at_once <= counted
+    assert one_by_one < 0.8 * at_once
+    assert at_once < 0.8 * usual
 
 
 def test_a_chunk_that_cannot_be_halved_is_refused() -> None:

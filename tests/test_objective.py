@@ -159,5 +159,5 @@ def test_a_wrong_law_or_deviation_is_refused() -> None:
 
 
 def test_the_plugin_is_found_by_its_files_name() -> None:
-    assert OBJECTIVES.names() == ("flow_matching",)
+    assert OBJECTIVES.names() == ("flow_matching", "next_token")
     assert OBJECTIVES.load("flow_matching")(law="uniform") == FlowMatching(law="uniform")

@@ -8,7 +8,7 @@ With the decays of a chunk, d between two of its tokens, a from its start to a t
 
 Backwards the same chain runs from the last chunk to the first, with M transposed:
 
-    dS = M' dS_behind + F,   F = (a q)' dout - W' E' dout
+    dS = M' dS_behind + F,   F = (a q)' d_out - W' E' d_out
 
 Dimensions: N chunks, B batch, H key heads, R value heads of each, C tokens, K and V widths of keys and values.
 """
