@@ -192,3 +192,22 @@ def test_blocks_can_be_traced_and_share_a_graph_for_each_kind(
     for key, one in found[0].items():
         assert one is not None
         assert distance(found[1][key], one) < 1e-5, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_bf16_a_block_rounds_as_transformers_does(bases: dict[str, TinyBase], name: str) -> None:
+    """The same operations give the same bits; linear attention, which is written anew, is as near to fp32 as upstream's."""
+    base, batch = bases[name], rows([[LONG], [LONG]])
+    tensors, ids = base.decoded(), batch["input_ids"]
+    exact = upstream_model(name, tensors).model(input_ids=ids, use_cache=False)[0]
+    models = (upstream_model(name, tensors), base.upstream())
+    for model in models:
+        for one in model.parameters():  # transformers too leaves rotary frequencies in fp32
+            one.data = one.data.bfloat16()
+    theirs = models[0].model(input_ids=ids, use_cache=False)[0]
+    ours = base.family.hidden("tiny", models[1], ids, batch["position_ids"])
+    assert ours.dtype == torch.bfloat16
+    if name == "qwen3_5":
+        assert distance(ours.float(), exact) < 1.1 * distance(theirs.float(), exact)
+    else:
+        assert torch.equal(ours, theirs)

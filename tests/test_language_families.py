@@ -236,3 +236,20 @@ def test_a_mask_is_made_only_where_the_causal_flag_says_too_little() -> None:
     packed = attention_mask(torch.tensor([[0, 1, -1]]), 3, None, device)
     assert packed is not None
     assert packed[0, 0].tolist() == torch.eye(3).bool().tolist()
+
+
+def test_numbers_that_no_shape_shows_are_upstreams() -> None:
+    """Rotary angles and epsilons would be wrong in silence; these are transformers' own defaults, which Gemma keeps."""
+    import transformers
+
+    plugin: Any = family("gemma4")
+    ours, theirs = plugin.config("31b"), transformers.Gemma4TextConfig()
+    for key in ("rope_parameters", "rms_norm_eps", "vocab_size", "tie_word_embeddings"):
+        assert ours[key] == getattr(theirs, key), key
+    for variant in ("27b", "tiny"):
+        qwen: Any = family("qwen3_5")
+        config = qwen.config(variant)
+        rope = config["rope_parameters"]
+        # an angle turns two numbers, and a quarter of a head is turned
+        assert 2 * sum(rope["mrope_section"]) == config["head_dim"] * rope["partial_rotary_factor"]
+        assert config["rms_norm_eps"] == transformers.Qwen3_5TextConfig().rms_norm_eps
