@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.formats import _nested, _nf4_decode, _nf4_kernels
+from outsize.formats import _nested, _nf4_decode, _nf4_kernels, _nf4_values
 from outsize.formats.nf4 import NF4
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -118,7 +118,7 @@ def test_decoding_their_bytes_gives_their_matrix(
 
 def test_a_weight_on_a_boundary_falls_as_in_bitsandbytes(bnb: ModuleType) -> None:
     """Bf16 weights meet boundaries often enough to matter; every float beside each is tried as well."""
-    values = torch.tensor(_nf4_kernels.VALUES)
+    values = torch.tensor(_nf4_values.VALUES)
     bounds = (values[:-1] + values[1:]) / 2
     beside = [
         bounds,
@@ -171,7 +171,7 @@ def test_every_weight_becomes_the_nearest_value_times_the_scale(
     )
     exact = matrix.double().view(-1, group)
     scale = exact.abs().amax(1, keepdim=True)
-    levels = torch.tensor(_nf4_kernels.VALUES, dtype=torch.float64)
+    levels = torch.tensor(_nf4_values.VALUES, dtype=torch.float64)
     nearest = (exact[..., None] - scale[..., None] * levels).abs().amin(-1)
     assert bool(((decoded - exact).abs() <= nearest + 1e-6 * scale).all())
 

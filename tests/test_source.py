@@ -30,7 +30,7 @@ from outsize.weights.dtypes import dtype_code, torch_dtype
 from outsize.weights.header import build_header, read_header
 from outsize.weights.identity import DigestLedger, fingerprint
 from outsize.weights.locate import locate_folder, locate_weights, parse_hub_id
-from outsize.weights.mapping import draw_together
+from outsize.weights.mismatch import draw_together
 from outsize.weights.source import Source
 
 # ---------------------------------------------------------------- headers

@@ -7,17 +7,18 @@ on a card it only queues kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outsize.app._taking import taking_of
 from outsize.base.errors import FormatError
 from outsize.base.progress import OnProgress
+from outsize.base.quantised import CODES
 from outsize.formats._packing import Packing
 from outsize.weights.budget import (
     Shares,
-    is_stored_as_itself,
     share_out,
     trim_heap,
 )
@@ -90,7 +91,7 @@ def plan_encoding(
     shares = share_out(
         table,
         parts,
-        row_bytes=max((mapped.row_bytes(spec.name) for spec in table), default=0),
+        row_bytes=mapped.widest_row_bytes(),
         budget_bytes=ram_bytes,
         max_slabs=_num_readers(lanes) + 2,
         device_bytes=device_bytes if lanes.has_queues else None,
@@ -145,7 +146,7 @@ class _Work:
 
         def fill(window: RowWindow, slab: int) -> bytes:
             raw = slabs.buffer(slab, window.num_bytes)
-            job.mapped.read_into(window.name, window.start, window.stop, raw)
+            job.mapped.read_into(window.name, window.start, window.stop, raw, window.part)
             digests = piece_digests(raw, window.row_bytes)
             slabs.upload(slab, window.num_bytes)
             return digests
@@ -179,34 +180,31 @@ class _Work:
     def _encode_tensor(self, packet: Packet, name: str, windows: Windows) -> str:
         """Encode one tensor from its windows, and put its parts; the digest of what was read."""
         job = self._job
-        fmt, shape = job.packing.formats[name], job.packing.shapes[name]
         entries = packet.parts(name)
-        is_itself = is_stored_as_itself(shape, job.packing.parts(name))
-        encoder = fmt.encoder(shape)
-        dtype, pieces, num_rows = torch_dtype(job.mapped.info(name).dtype), bytearray(), 0
-        while num_rows < job.mapped.num_rows(name):
-            window, slab, found = next(windows)
-            assert (window.name, window.start) == (name, num_rows), "windows come in order"
-            pieces += found
-            num_rows = window.stop
-            row_shape = (window.stop - window.start, *shape[1:]) if shape else ()
-            rows = self._slabs.rows(slab, row_shape, dtype)
-            try:
-                if is_itself:
-                    self.conveyor.reserve(_bytes_in(entries[""], row_shape))
-                    encoder = fmt.encoder(row_shape)
-                encoder.push(rows)
-            except FormatError as error:
-                where = f"rows {window.start} to {window.stop}"
-                raise FormatError(f"{name}, in {where}: {error}") from error
-            if is_itself:
-                self._put(entries[""], encoder.finish()[""])
-            self._slabs.release(slab)
-            job.advance(window.num_bytes)
-        if not is_itself:
-            parts = encoder.finish()
-            for part, entry in entries.items():
-                self._put(entry, parts[part].reshape(entry.shape))
+        way = taking_of(job.mapped, job.packing, name)
+        pieces = bytearray()
+        for part in job.mapped.parts(name):
+            num_rows = 0
+            while num_rows < part.num_rows:
+                window, slab, found = next(windows)
+                place = (window.name, window.part, window.start)
+                assert place == (name, part.part, num_rows), "windows come in order"
+                pieces += found
+                num_rows = window.stop
+                self.conveyor.reserve(_bytes_at_once(entries, window, part.num_rows))
+                raw_u8 = self._slabs.rows(slab, (window.num_bytes,), torch_dtype("U8"))
+                try:
+                    for made, values in way.take(window, raw_u8):
+                        self._put(entries[made], values)
+                except FormatError as error:
+                    where = f"rows {window.start} to {window.stop}"
+                    raise FormatError(f"{name}, in {where}: {error}") from error
+                self._slabs.release(slab)
+                job.advance(window.num_bytes)
+        left = dict(way.finish())
+        for made, entry in entries.items():
+            if made in left:
+                self._put(entry, left[made].reshape(entry.shape))
         return digest_of(job.mapped, name, pieces)
 
     def _put(self, entry: Entry, values: Tensor) -> None:
@@ -225,6 +223,9 @@ def _num_readers(lanes: Lanes) -> int:
     return num_readers() if lanes.has_queues else min(_CPU_READERS, num_readers())
 
 
-def _bytes_in(entry: Entry, row_shape: tuple[int, ...]) -> int:
-    """Bytes of some rows of an entry."""
-    return entry.num_bytes * row_shape[0] // entry.shape[0] if entry.shape else entry.num_bytes
+def _bytes_at_once(entries: Mapping[str, Entry], window: RowWindow, num_rows: int) -> int:
+    """Bytes that are written as soon as a window of a tensor's rows is there."""
+    entry = entries.get("", entries.get(window.part))
+    if entry is None or window.part not in ("", CODES):
+        return 0
+    return entry.num_bytes * (window.stop - window.start) // num_rows

@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What preparing took. Peaks: private bytes of the process, bytes of tensors on the device."""
+    """What preparing took. Peaks: private bytes of the process, bytes of tensors on the device.
+
+    adopted: what was taken from a quantised source as it is, and what was not; "" for a plain source.
+    """
 
     seconds: float
     source_bytes: int
@@ -49,6 +52,7 @@ class Figures:
     peak_private_bytes: int
     growth_bytes: int
     peak_device_bytes: int
+    adopted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +226,7 @@ def _prepare(one: Wanted, folder: Path, how: How) -> Store:
         watch.peak_bytes,
         watch.growth_bytes,
         job.lanes.peak_bytes(),
+        one.adopted(),
     )
     how.note(
         "prepare_done", key=store.key, unpinned_buffers=job.lanes.num_unpinned, **asdict(figures)
@@ -245,6 +250,7 @@ def _fill(one: Wanted, job: Encoding, writer: StoreWriter, how: How, bar: Bar) -
         num_unused_tensors=len(one.mapped.extra),
         num_files=len(job.packets),
         num_kept=len(kept),
+        adopted=one.adopted(),
         device=str(job.lanes.device),
         **asdict(job.shares),
         **one.made,

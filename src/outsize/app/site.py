@@ -109,7 +109,7 @@ class Site:
     @contextmanager
     def opened(self, slot: str, training: Training | None = None) -> Iterator[FrozenModel]:
         """A part's model, held as planned, loaded for the time of the block and freed after it."""
-        part, store = self.parts[slot], self.store(slot)
+        store, part = self.store(slot), self.parts[slot]  # in this order: files shape the packing
         self._mark(part, "store verified")
         with self.stages.stage(f"load {slot}"):
             model = self._load(part, store, training)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ class Stores:
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """All models of the recipe by slot."""
+        """All models of the recipe by slot; each with the packing of its store, once its files were looked at."""
         return parts_of(self.recipe)
 
     @cached_property
@@ -103,7 +103,7 @@ class Stores:
     def _wanted(self, slot: str) -> Iterator[Wanted]:
         part = self.parts[slot]
         with self.source(slot) as source:
-            yield wanted(
+            one = wanted(
                 name=store_name(part.family_name, part.variant, slot),
                 table=part.family.table(part.variant),
                 layouts=part.family.layouts(part.variant),
@@ -111,6 +111,8 @@ class Stores:
                 packing=part.packing,
                 cache_root=self.cache_folder,
             )
+            self.parts[slot] = replace(part, packing=one.packing)  # as the files ask for
+            yield one
 
     def _progress(self, slot: str) -> Callable[[int, int], None] | None:
         tell = self.on_read

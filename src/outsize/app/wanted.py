@@ -24,6 +24,7 @@ from outsize.weights.source import Source
 from outsize.weights.store import MANIFEST, STORE_VERSION, read_manifest
 
 _PARTIAL = "partial"
+_NOT_PACKED = "the files keep it unpacked beside matrices in 4 bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,21 @@ class Wanted:
             "store_version": STORE_VERSION,
         }
 
+    def adopted(self) -> str:
+        """What is taken from a quantised source as it is, and what is not; "" for a plain source."""
+        quantised, formats = self.mapped.quantised, self.packing.formats
+        if not quantised:
+            return ""
+        taken = [name for name in quantised if formats[name] is self.packing.packed]
+        forms = sorted({str(quantised[name].form) for name in taken})
+        told = [f"{len(taken)} matrices taken as they are ({'; '.join(forms)})"]
+        if len(taken) < len(quantised):
+            told.append(f"{len(quantised) - len(taken)} decoded, as this model keeps them plain")
+        beside = sum(left.reason == _NOT_PACKED for left in self.packing.left_plain)
+        if beside:
+            told.append(f"{beside} left unpacked, as the files have them")
+        return ", ".join(told)
+
     def folder(self, key: str) -> Path:
         """The folder of the store of that key: readable, and distinct."""
         return self.cache_root / f"{self.name}-{key[:16]}"
@@ -89,11 +105,14 @@ def wanted(
     packing: Packing,
     cache_root: Path,
 ) -> Wanted:
-    """The store of a source.
+    """The store of a source. Where the files hold matrices in 4 bits, these are taken as they are, and no other packed.
 
-    Raises: SourceError when the files do not hold the table's tensors.
+    Raises: SourceError when the files do not hold the table's tensors, or in a form that the format cannot take.
     """
-    return Wanted(name, source.locate(layouts, table), packing, cache_root)
+    mapped = source.locate(layouts, table, packing.adopts)
+    if mapped.quantised:
+        packing = packing.beside(mapped.quantised, _NOT_PACKED)
+    return Wanted(name, mapped, packing, cache_root)
 
 
 def store_name(family: str, variant: str, slot: str) -> str:

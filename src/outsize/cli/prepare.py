@@ -58,6 +58,8 @@ def prepare(
         print(f"{slot}: {how}, {format_bytes(store.nbytes)} in {store.folder}")
         if slot in figures:
             print(f"  {_told(figures[slot])}")
+            if figures[slot].adopted:
+                print(f"  {figures[slot].adopted}")
     return 0
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from outsize.formats import _nested
 from outsize.formats import _nf4_kernels as kernels
+from outsize.formats._nf4_values import VALUES
 
 Decode = Callable[[Tensor, Tensor, tuple[int, ...], torch.dtype, int], Tensor]
 _LARGEST_E4M3 = 448.0
@@ -169,7 +170,7 @@ def _torch_kernel(report: str) -> Kernel:
 def _triton_kernel(device: torch.device, quant_type: str) -> Kernel:  # noqa: ARG001 - as its sibling
     """Ours. Raises: ImportError where Triton is not installed."""
     ours = importlib.import_module("outsize.formats._nf4_triton")
-    values = torch.tensor(kernels.VALUES, device=device)
+    values = torch.tensor(VALUES, device=device)
 
     def decode_by_triton(
         codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, group: int

@@ -12,28 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outsize.formats._nf4_values import VALUES
 from outsize.formats._nibbles import look_up, pack, pair_table, spans
 from outsize.formats._slabs import refuse_non_finite
 
-# bitsandbytes.functional.get_4bit_type("nf4"), exactly.
-VALUES = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
 _CELLS_PER_UNIT = (
     32  # [-1, 1] in cells so narrow (1/32) that none holds two boundaries (0.079 apart at least)
 )

@@ -6,13 +6,19 @@ former are listed so that plan and journal can say so. Imports without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from outsize.base.parts import Part
+from outsize.base.quantised import StoredForm
 from outsize.base.table import ShapeTable, TensorSpec
-from outsize.formats.protocol import Format, make_format
+from outsize.formats.protocol import FORMATS, Format, make_format
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outsize.formats.protocol import Adopter, Adopting
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,35 @@ class Packing:
         Raises: KeyError for a name that the table does not have.
         """
         return self.formats[name].parts(self.shapes[name])
+
+    def adopts(self, form: StoredForm, shape: tuple[int, ...]) -> str | None:
+        """Why a matrix that a checkpoint holds in that form cannot be taken as it is, after its name; None when it can."""
+        check: Callable[[StoredForm, tuple[int, ...]], str | None] | None = getattr(
+            self.packed, "adopts", None
+        )
+        if check is not None:
+            return check(form, shape)
+        remedy = (
+            f": set `format` to {form.quant_type}" if form.quant_type in FORMATS.names() else ""
+        )
+        return f"is {form.quant_type}, which {self.packed.describe()['name']} cannot take{remedy}"
+
+    def adopter(self, name: str, form: StoredForm, stored: Mapping[str, Tensor]) -> Adopter:
+        """Takes one matrix that `adopts` has no fault to find with; stored: its parts beside the codes."""
+        return cast("Adopting", self.packed).adopter(form, self.shapes[name], stored)
+
+    def beside(self, adopted: Collection[str], why: str) -> Packing:
+        """The packing of a checkpoint that holds some matrices in few bits: the linears beside them stay plain too.
+
+        They were left out on purpose, as those that suffer most. adopted: names of the matrices. why: for `left_plain`.
+        """
+        left = [
+            LeftPlain(name, self.shapes[name], why)
+            for name, fmt in self.formats.items()
+            if fmt is self.packed and name not in adopted
+        ]
+        formats = {**self.formats, **{one.name: self.plain for one in left}}
+        return replace(self, formats=formats, left_plain=(*self.left_plain, *left))
 
     def describe(self) -> dict[str, Any]:
         """The formats as JSON values: goes, beside the table, into store keys and manifests."""

@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from outsize.base.parts import Part
 from outsize.formats._grouped import codes_part, is_grouped, num_groups, refuse_ungrouped
+from outsize.formats._nf4_values import NESTED_GROUP, fault_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from outsize.base.quantised import StoredForm
+    from outsize.formats._nf4_adopt import Adopter
     from outsize.formats.protocol import Encoder
 
 _CODE_VERSION = 1
 _QUANT_TYPE = "nf4"  # the name of this table of values in bitsandbytes
-_NESTED_GROUP = 256  # bitsandbytes' own, for scales that are quantised again
+_GROUPS = (64, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class NF4:
         return (
             codes_part(shape),
             Part("scales", "U8", (groups,)),
-            Part("nested_scales", "F32", (-(-groups // _NESTED_GROUP),)),
+            Part("nested_scales", "F32", (-(-groups // NESTED_GROUP),)),
             Part("nested_table", "F32", (256,)),
             Part("offset", "F32", (1,)),
         )
@@ -88,6 +91,31 @@ class NF4:
         return SlabEncoder(
             shape, encode_chunk, quantise_scales if self.scales == "double" else dict
         )
+
+    def adopts(self, form: StoredForm, shape: tuple[int, ...]) -> str | None:
+        """Why a matrix (N, K) in that form cannot be taken as it is, after its name; None when it can."""
+        if form.quant_type != _QUANT_TYPE:
+            return f"is {form.quant_type}, which nf4 cannot take"
+        if form.group != self.group:
+            remedy = (
+                f"set `group` to {form.group}" if form.group in _GROUPS else "no option has them"
+            )
+            return f"is in groups of {form.group}, not of {self.group}: {remedy}"
+        if not self.supports(shape):
+            return f"has the shape {list(shape)}, whose rows are no whole groups of {form.group}"
+        is_double = form.nested_group is not None
+        if self.scales == "fp16" or (self.scales == "double" and not is_double):
+            exact = "fp32 or double" if is_double else "fp32"
+            return f"has scales that {self.scales} would round: set `scales` to {exact}"
+        return fault_of(form)
+
+    def adopter(
+        self, form: StoredForm, shape: tuple[int, ...], stored: Mapping[str, Tensor]
+    ) -> Adopter:
+        """Takes a matrix (N, K) that `adopts` has no fault to find with; stored: its parts beside the codes."""
+        from outsize.formats._nf4_adopt import Adopter
+
+        return Adopter(form, shape, stored, is_double=self.scales == "double")
 
     def decode(
         self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype

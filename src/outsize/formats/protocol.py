@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outsize.base.catalogue import Catalogue
 from outsize.base.parts import Part
+from outsize.base.quantised import StoredForm
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,28 @@ class Encoder(Protocol):
 
     def finish(self) -> dict[str, Tensor]:
         """The parts, equal to what one push of the whole matrix would give."""
+
+
+class Adopter(Protocol):
+    """Takes one matrix that a checkpoint holds in few bits already, choosing no code again."""
+
+    def parts(self) -> dict[str, Tensor]:
+        """The parts beside the codes, which are taken as they lie in the file."""
+
+    def decode(self, codes: Tensor, first_row: int) -> Tensor:
+        """Some rows from their codes, as the library that wrote the file decodes them, in the type to which it does."""
+
+
+class Adopting(Protocol):
+    """What a format adds whose codes other programs write as well. Its part "codes" is the first, and lies row by row."""
+
+    def adopts(self, form: StoredForm, shape: tuple[int, ...]) -> str | None:
+        """Why a matrix in that form cannot be taken as it is, after its name; None when it can."""
+
+    def adopter(
+        self, form: StoredForm, shape: tuple[int, ...], stored: Mapping[str, Tensor]
+    ) -> Adopter:
+        """Takes a matrix with which `adopts` finds no fault; stored: its parts beside the codes."""
 
 
 class Format(Protocol):

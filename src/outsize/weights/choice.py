@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from outsize.base.errors import SourceError
+from outsize.weights.foreign import GGUF_END, refusal
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 INDEX_END = ".safetensors.index.json"
@@ -74,12 +75,16 @@ def choose(names: Sequence[str], where: str) -> Choice:
             f"{where} holds only files of a variant ({_few(tensors)}), with other numbers than the "
             "published weights; if they are wanted, name the file in the recipe"
         )
+    raise SourceError(_nothing_to_read(names, where))
+
+
+def _nothing_to_read(names: Sequence[str], where: str) -> str:
     pickled = sorted(name for name in names if name.endswith(PICKLED))
     if pickled:
-        raise SourceError(f"{where} holds only {_few(pickled)}: {_PICKLE_REASON}")
-    raise SourceError(
-        f"{where} holds no safetensors file; name the folder or file that holds the weights"
-    )
+        return f"{where} holds only {_few(pickled)}: {_PICKLE_REASON}"
+    if any(name.endswith(GGUF_END) for name in names):
+        return refusal(where, "GGUF")
+    return f"{where} holds no safetensors file; name the folder or file that holds the weights"
 
 
 def files_of_index(content: bytes, where: str) -> tuple[str, ...]:

@@ -117,7 +117,7 @@ def source_digests(
 
     def fill(window: RowWindow, slab: int) -> bytes:
         raw = slabs[slab][: window.num_bytes]
-        mapped.read_into(window.name, window.start, window.stop, raw)
+        mapped.read_into(window.name, window.start, window.stop, raw, window.part)
         return piece_digests(raw, window.row_bytes)
 
     pieces = {name: bytearray() for name in names}
@@ -131,13 +131,14 @@ def source_digests(
 
 
 def windows_of_tensor(mapped: MappedSource, name: str, slab_bytes: int) -> Iterable[RowWindow]:
-    """Windows of one of the table's tensors."""
-    return windows_of(name, mapped.num_rows(name), mapped.row_bytes(name), slab_bytes)
+    """Windows of one of the table's tensors, of each of its parts in order."""
+    for part in mapped.parts(name):
+        yield from windows_of(name, part.num_rows, part.row_bytes, slab_bytes, part.part)
 
 
 def digest_of(mapped: MappedSource, name: str, pieces: bytes | bytearray) -> str:
     """The digest of one of the table's tensors from those of its pieces."""
-    return tensor_digest(mapped.info(name).dtype, mapped.table[name].shape, bytes(pieces))
+    return tensor_digest(mapped.encoding(name), mapped.table[name].shape, bytes(pieces))
 
 
 def num_readers() -> int:

@@ -18,6 +18,7 @@ from outsize.weights.choice import (
     weights_in_folder,
     weights_of_index,
 )
+from outsize.weights.foreign import GGUF_END, refusal
 from outsize.weights.hub import hub_folder, hub_weights
 
 _HUB_ID = re.compile(
@@ -48,6 +49,8 @@ def locate_weights(
     if path.exists():
         return _local_files(path, sub_folder)
     hub_id = parse_hub_id(source)
+    if hub_id is None and path.suffix == GGUF_END:
+        raise SourceError(refusal(source, "GGUF"))
     if hub_id is None:
         raise SourceError(
             f"{source} does not exist; name a folder, a safetensors file, or a hub id as owner/name"
@@ -94,6 +97,8 @@ def _from_file(path: Path) -> tuple[Path, ...]:
     refuse_pickle(path.name)
     if path.name.endswith(INDEX_END):
         return weights_of_index(path)
+    if path.suffix == GGUF_END:
+        raise SourceError(refusal(str(path), "GGUF"))
     if path.suffix != ".safetensors":
         raise SourceError(f"{path} is no safetensors file")
     return (path,)

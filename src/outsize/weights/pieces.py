@@ -19,12 +19,16 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class RowWindow:
-    """Rows [start, stop) of one of a table's tensors; a whole number of pieces unless it is the last."""
+    """Rows [start, stop) of one of a table's tensors; a whole number of pieces unless it is the last.
+
+    part: of a matrix in 4 bits, the part whose rows they are.
+    """
 
     name: str
     start: int
     stop: int
     row_bytes: int
+    part: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -37,12 +41,14 @@ def rows_per_piece(row_bytes: int) -> int:
     return max(1, PIECE_BYTES // max(1, row_bytes))
 
 
-def windows_of(name: str, num_rows: int, row_bytes: int, slab_bytes: int) -> Iterable[RowWindow]:
+def windows_of(
+    name: str, num_rows: int, row_bytes: int, slab_bytes: int, part: str = ""
+) -> Iterable[RowWindow]:
     """Windows of whole pieces that fit a slab, which holds one piece at least."""
     piece = rows_per_piece(row_bytes)
     step = piece * max(1, slab_bytes // max(1, piece * row_bytes))
     for start in range(0, num_rows, step):
-        yield RowWindow(name, start, min(start + step, num_rows), row_bytes)
+        yield RowWindow(name, start, min(start + step, num_rows), row_bytes, part)
 
 
 def piece_digests(raw: memoryview, row_bytes: int) -> bytes:
@@ -54,7 +60,10 @@ def piece_digests(raw: memoryview, row_bytes: int) -> bytes:
 
 
 def tensor_digest(dtype: str, shape: tuple[int, ...], pieces: bytes) -> str:
-    """Identity of one tensor, hexadecimal. pieces: the digests of all its pieces in order."""
+    """Identity of one tensor, hexadecimal. pieces: the digests of all its pieces in order.
+
+    dtype: also tells the form of a matrix in 4 bits, whose pieces are those of its parts.
+    """
     head = json.dumps([dtype, list(shape)], separators=(",", ":")).encode()
     return hashlib.sha256(head + pieces).hexdigest()
 

@@ -18,7 +18,7 @@ from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.weights.dtypes import torch_dtype
 from outsize.weights.header import TensorInfo, read_header
-from outsize.weights.mapping import MappedSource, map_source
+from outsize.weights.mapping import Adopts, MappedSource, map_source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,12 +54,15 @@ class Source:
         """Bytes of all tensors in all files."""
         return sum(info.num_bytes for info in self.tensors.values())
 
-    def locate(self, layouts: Sequence[Layout], table: ShapeTable) -> MappedSource:
+    def locate(
+        self, layouts: Sequence[Layout], table: ShapeTable, adopts: Adopts | None = None
+    ) -> MappedSource:
         """The table's tensors in these files, by the first layout whose names match.
 
+        adopts: says why a matrix in 4 bits cannot be taken as it is, if it cannot.
         Raises: SourceError listing every missing, misshapen and unusable tensor of the nearest layout.
         """
-        return map_source(self, layouts, table)
+        return map_source(self, layouts, table, adopts)
 
     def read_rows(self, name: str, start: int, stop: int, into: Tensor) -> Tensor:
         """Read rows [start, stop) of dimension 0 into the caller's buffer.
