@@ -19,9 +19,10 @@ from outsize.recipes.load import (
     parse_recipe,
     recipe_from_json,
     resolve_source,
-    sections_in,
 )
 from outsize.recipes.recipe import FormatChoice, Recipe
+from outsize.recipes.section import sections_in
+from outsize.recipes.text import TextChoice, TextSet
 
 MINIMAL = """\
 name: cat
@@ -37,6 +38,21 @@ FILLED = {
     "base.source": "some/model",
     "data.sets.folder": "pictures",
 }
+TEXT = """\
+name: chat
+base: {family: llama, variant: tiny, source: some/model}
+data:
+  sets:
+    - path: talks.jsonl
+"""
+FILLED_FOR_TEXT = {
+    **{key: value for key, value in FILLED.items() if key.startswith("base")},
+    "name": "chat",
+    "base.family": "llama",
+    "base.variant": "tiny",
+    "data.sets.path": "talks.jsonl",
+}
+_ABOUT_TEXT = {TextChoice, TextSet}
 
 
 def parse(text: str, folder: Path = Path("/recipes")) -> Recipe:
@@ -106,7 +122,10 @@ compare: 5
         ("line 11", "train.clip_norm: found nan, must be a finite number"),
         ("line 12", "did you mean 'shifted'?"),
         ("line 13", "adapter.rank: found 0, must be greater than or equal to 1"),
-        ("line 13", "adapter.roles[0]: found 'attentionn', must be 'attention', 'mlp'"),
+        (
+            "line 13",
+            "adapter.roles[0]: found 'attentionn', must be 'attention', 'linear_attention'",
+        ),
         ("line 14", "placement.resident_bytes: found '4 gigs'"),
         ("line 15", "compare: found 5, must be a mapping with the keys prompts"),
     ]
@@ -261,6 +280,48 @@ def test_a_recipe_is_frozen() -> None:
         recipe.train.steps = 5  # type: ignore[misc]
 
 
+# --- what is learned from ------------------------------------------------------------------------
+
+
+def test_the_keys_of_data_tell_whether_it_is_pictures_or_text() -> None:
+    """Nobody has to say so, and paths are relative to the file either way."""
+    recipe = parse(TEXT)
+    assert recipe.texts.sets[0].path == Path("/recipes/talks.jsonl")
+    assert recipe_from_json(recipe.to_json(), origin="x") == recipe
+    assert parse(MINIMAL).pictures.sets[0].folder == Path("/recipes/pictures")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            "{sets: [{path: a.jsonl}], windw: 5}",
+            "line 3: data.windw: unknown key; did you mean 'window'",
+        ),
+        ("{sets: [{path: a.jsonl, tpye: 1}]}", "line 3: data.sets[0].tpye: unknown key"),
+        ("{window: 512}", "data.sets: missing; Files or folders of texts"),
+        ("{resolution: 512}", "data.sets: missing; Folders of pictures"),
+        ("{sets: [{path: 5}]}", "data.sets[0].path: found 5, must be a path"),
+        ("{sets: []}", "data.sets: found an empty list, must have at least 1"),
+        ("5", "data: found 5, must be a mapping with the keys resolution, caption_dropout, sets"),
+        ("{sets: [{path: a.csv}]}", "data.sets[0].path: found 'a.csv': .csv is not read"),
+        ("{sets: [{path: a, is_held_out: true}]}", "all sets are held out"),
+    ],
+)
+def test_faults_of_data_are_told_in_terms_of_its_kind(data: str, message: str) -> None:
+    """Of the section that knows most of the keys, under the names that are written in the file."""
+    head = "name: chat\nbase: {family: llama, variant: tiny, source: some/model}\n"
+    assert message in fault_of(f"{head}data: {data}\n")
+
+
+def test_runs_of_pictures_go_on_where_they_were_left() -> None:
+    """The digest is what the last version without text gave: sections that came with it change none."""
+    before = "8aab802fab06a772dd254849f5cdce50fce1576f6b8bafa568f9d43254407bad"
+    assert parse(MINIMAL).numbers_digest() == before
+    changed = parse(MINIMAL + "evaluate: {every: 5}\ncompare: {temperature: 0}\n")
+    assert changed.numbers_digest() == before
+
+
 # --- explaining ----------------------------------------------------------------------------------
 
 
@@ -287,10 +348,13 @@ def test_every_field_has_a_description() -> None:
 def test_the_explanation_names_every_field_and_is_itself_a_recipe_of_defaults() -> None:
     """Printed from the models, read back by the loader: it cannot drift."""
     text = explain(FILLED)
+    whole = explain()
     for section in sections(Recipe) - {FormatChoice}:
         for name in section.model_fields:
-            assert f"{name}:" in text, name
+            assert f"{name}:" in whole, name
+            assert f"{name}:" in text or section in _ABOUT_TEXT, name
     assert parse(text) == parse(MINIMAL)
+    assert parse(explain(FILLED_FOR_TEXT)) == parse(TEXT)
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from outsize.app.parts import BASE, parts_of
+from outsize.app.tasks.protocol import task_of
 from outsize.app.trained import trained_checkpoint
+from outsize.base.layout import Layout
 from outsize.dialects.protocol import DIALECTS, AdapterWeights, LoraPair
 from outsize.export.export import Exported, export_adapter
 from outsize.recipes.recipe import Recipe
@@ -14,7 +17,15 @@ from outsize.runs.folder import RunFolder
 from outsize.weights.locate import parse_hub_id
 
 
-def export_run(recipe: Recipe, run: RunFolder, dialect: str, target: Path) -> Exported:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What was given away. named_for: upstream's class whose module paths the files use, where there are several."""
+
+    exported: Exported
+    named_for: str | None
+
+
+def export_run(recipe: Recipe, run: RunFolder, dialect: str, target: Path) -> Given:
     """Write the newest checkpoint's adapter in a dialect, proved by reading it back.
 
     Raises: RecipeError when the run has no checkpoint, or one of another adapter than the recipe's; AdapterError as
@@ -22,17 +33,23 @@ def export_run(recipe: Recipe, run: RunFolder, dialect: str, target: Path) -> Ex
     """
     tensors = read_checkpoint(trained_checkpoint(recipe, run)).groups["adapter"]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
+    naming = task_of(recipe).naming(recipe)
     pairs = {
-        module: LoraPair(tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"])
+        naming.path_of(module): LoraPair(tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"])
         for module in modules
     }
     adapter = AdapterWeights(pairs, recipe.adapter.rank, recipe.adapter.effective_alpha)
     base = parts_of(recipe)[BASE]
     metadata = {"base": f"{base.family_name}.{base.variant}", "recipe": recipe.digest()}
+    if naming.peft_task is not None:
+        metadata["task"] = naming.peft_task
     hub_id = None if Path(recipe.base.source).exists() else parse_hub_id(recipe.base.source)
     if hub_id is not None:
         metadata["source"] = hub_id.repo
-    return export_adapter(adapter, dialect, base.family.layouts(base.variant), target, metadata)
+    # names that are those of a client already need no layout to find them
+    layouts = base.family.layouts(base.variant) if naming.layout is None else (Layout("client"),)
+    made = export_adapter(adapter, dialect, layouts, target, metadata)
+    return Given(made, naming.named_for)
 
 
 def place_of(recipe: Recipe, run: RunFolder, dialect: str) -> Path:

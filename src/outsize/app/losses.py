@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from outsize.plan.names import base_family
 if TYPE_CHECKING:
     from outsize.data.batches import Batch
     from outsize.devices.protocol import Device
+    from outsize.families.protocol import BaseFamily
     from outsize.layers.model import FrozenModel
     from outsize.recipes.recipe import Recipe
 
@@ -41,7 +42,8 @@ class Losses:
     def __init__(
         self, recipe: Recipe, device: Device, model: FrozenModel, batches: Batches
     ) -> None:
-        self._family, self._variant = base_family(recipe.base.family), recipe.base.variant
+        self._family = cast("BaseFamily", base_family(recipe.base.family))
+        self._variant = recipe.base.variant
         self._objective: FlowObjective = OBJECTIVES.load(self._family.objective)(
             **recipe.train.timesteps.model_dump()
         )

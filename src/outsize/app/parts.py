@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 from outsize.families.protocol import (
     FAMILIES,
-    BaseFamily,
     Component,
     ImageCodec,
     ModelFamily,
     TextEncoder,
+    TrainedFamily,
 )
 from outsize.formats._packing import Packing, assign
 from outsize.formats.protocol import make_format
@@ -40,7 +40,7 @@ class Part:
     kind: Kind
     family_name: str
     variant: str
-    family: BaseFamily | TextEncoder | ImageCodec
+    family: TrainedFamily | TextEncoder | ImageCodec
     source: str
     revision: str | None
     folder: str

@@ -41,7 +41,8 @@ def compare(
         from outsize.cli._tables import print_stages, print_table
 
         made = task_of(recipe).compare(site, folder)
-        print_table(made.table.title, made.table.heads, made.table.rows)
+        table = made.table
+        print_table(table.title, table.heads, table.rows, words=table.words)
         print_stages(site.stages.finished)
         for label, path in made.shown:
             print(f"{label}: {path}")

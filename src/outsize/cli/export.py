@@ -19,11 +19,13 @@ def export(
     run: RunArgument,
     *,
     to: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--to", help="peft (a folder), diffusion_model (ComfyUI, diffusers) or diffusers."
+            "--to",
+            help="peft (a folder), diffusion_model (ComfyUI, diffusers) or diffusers; left out: what most programs read.",
+            show_default=False,
         ),
-    ] = "diffusion_model",
+    ] = None,
     target: Annotated[
         Path | None,
         typer.Option(
@@ -35,15 +37,20 @@ def export(
 ) -> int:
     """Write the newest checkpoint's adapter, and prove it by reading it back."""
     from outsize.app.export import export_run, place_of
+    from outsize.app.tasks.protocol import task_of
     from outsize.base.units import format_bytes
 
     recipe, folder = recipe_and_run(run)
-    chosen = target or place_of(recipe, folder, to)
-    made = export_run(recipe, folder, to, chosen)
+    dialect = to or task_of(recipe).dialect
+    chosen = target or place_of(recipe, folder, dialect)
+    given = export_run(recipe, folder, dialect, chosen)
+    made = given.exported
     print(
         f"{made.num_modules} modules, {format_bytes(made.num_bytes)}, largest difference after reading "
         f"back {made.max_difference:g}: {chosen}"
     )
+    if given.named_for is not None:
+        print(f"modules are named as in {given.named_for}")
     for module in made.silent:
         print(f"warning: the delta of {module} is zero")
     return 0

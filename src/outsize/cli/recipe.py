@@ -48,11 +48,11 @@ def new_recipe(wanted: str) -> str:
 
     Raises: RecipeError when there is no such family or variant.
     """
-    from outsize.plan.names import check_variant
+    from outsize.plan.names import TASKS, check_variant
     from outsize.recipes.explain import explain
 
     family, _, variant = wanted.partition(".")
-    check_variant(family, variant)
+    found = check_variant(family, variant)
     example = _examples_folder() / f"{family}-{variant}.yaml"
     if example.is_file():
         return example.read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ def new_recipe(wanted: str) -> str:
         "base.family": family,
         "base.variant": variant,
         "base.source": "./model",
-        "data.sets.folder": "pictures",
+        **TASKS.load(found.objective).example,
     }
     return (
         "# Made from the descriptions of all fields; leave out what you do not change.\n"

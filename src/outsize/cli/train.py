@@ -89,7 +89,7 @@ def print_evaluated(trained: Trained) -> None:
 
     table = trained.evaluated
     if table is not None:
-        print_table(table.title, table.heads, table.rows)
+        print_table(table.title, table.heads, table.rows, words=table.words)
 
 
 def print_start(waypoints: Waypoints) -> None:

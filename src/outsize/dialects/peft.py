@@ -38,7 +38,7 @@ class PeftDialect:
         """Give the two files; see the protocol."""
         return {
             _TENSORS: TensorFile(write_factors(adapter.pairs, _PREFIX), dict(metadata)),
-            _CONFIG: JsonFile(_config(adapter, metadata.get("outsize.source"))),
+            _CONFIG: JsonFile(_config(adapter, metadata)),
         }
 
     def read(
@@ -64,7 +64,7 @@ class PeftDialect:
         )
 
 
-def _config(adapter: AdapterWeights, source: str | None) -> dict[str, Any]:
+def _config(adapter: AdapterWeights, metadata: Mapping[str, str]) -> dict[str, Any]:
     """What `LoraConfig.from_pretrained` reads; fields left out have PEFT's defaults."""
     odd = {
         f"^{re.escape(m)}": pair.rank
@@ -73,8 +73,8 @@ def _config(adapter: AdapterWeights, source: str | None) -> dict[str, Any]:
     }
     return {
         "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": source,
+        "task_type": metadata.get("outsize.task"),
+        "base_model_name_or_path": metadata.get("outsize.source"),
         "inference_mode": True,
         "r": adapter.rank,
         "lora_alpha": int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha,

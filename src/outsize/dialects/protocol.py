@@ -106,7 +106,8 @@ class Dialect(Protocol):
     ) -> dict[str, AdapterFile]:
         """Give the files by name; exactly one when the dialect is no folder.
 
-        metadata: goes into the safetensors headers; "outsize.source", when given, names the base for clients.
+        metadata: goes into the safetensors headers; "outsize.source", when given, names the base for clients, and
+        "outsize.task" what PEFT takes it for.
         Raises: AdapterError naming all modules that the layouts do not cover or that cannot be fused.
         """
 

@@ -14,7 +14,7 @@ from typing import cast
 from outsize.arithmetic.protocol import ARITHMETICS
 from outsize.base.catalogue import Catalogue, nearest
 from outsize.base.errors import RecipeError
-from outsize.families.protocol import FAMILIES, BaseFamily, Component, without_depth
+from outsize.families.protocol import FAMILIES, Component, TrainedFamily, without_depth
 from outsize.formats.protocol import make_format
 from outsize.placement.protocol import PLACEMENTS
 from outsize.recipes.load import raise_faults
@@ -27,7 +27,7 @@ TASKS = Catalogue("outsize.plan.tasks", "task")  # by the objective of the base'
 AUTO = "auto"  # the planner chooses
 
 
-def base_family(name: str) -> BaseFamily:
+def base_family(name: str) -> TrainedFamily:
     """A family that can be trained.
 
     Raises: RecipeError when there is none of that name, or it is a text encoder or codec.
@@ -35,10 +35,10 @@ def base_family(name: str) -> BaseFamily:
     family = FAMILIES.load(name)
     if not hasattr(family, "objective"):
         raise RecipeError(f"{name!r} is a part of other models and cannot be trained by itself")
-    return cast("BaseFamily", family)
+    return cast("TrainedFamily", family)
 
 
-def check_variant(family: str, variant: str) -> BaseFamily:
+def check_variant(family: str, variant: str) -> TrainedFamily:
     """The family, when it has that variant.
 
     Raises: RecipeError with the nearest name when the family or the variant does not exist.

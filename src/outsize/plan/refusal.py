@@ -39,6 +39,12 @@ _GROUPS = {
         "operands",
         "activations",
         "batch",
+        "hidden states",
+        "logits",
+        "attention masks",
+        "recurrent states",
+        "recorded kernels",
+        "keys and values",
     ),
     "adapter and optimizer": (
         "adapter",

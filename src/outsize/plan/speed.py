@@ -95,10 +95,11 @@ def _block_seconds(
 ) -> tuple[list[float], list[float]]:
     """Arithmetic of each block on the way up, and on the way down."""
     up, down = [], []
-    for block, adapter in zip(work.base.blocks, work.adapter_by_block, strict=True):
+    mixing = work.demand.mixing_flops(work)
+    for block, adapter, flops in zip(work.base.blocks, work.adapter_by_block, mixing, strict=True):
         linear = _linear_s(work, block, compute, rates)
         thin = 2 * work.tokens * adapter / (_matmul(rates, COMPUTE_TYPE) * THIN_SHARE)
-        attention = 4 * work.tokens * work.demand.context * block.width / rates.attention_flops
+        attention = flops / rates.attention_flops
         touched = work.tokens * block.traffic * work.compute_bytes * TOUCHES[compute.compiles]
         elementwise = touched / rates.device_memory_bytes_per_s
         forward = linear + thin + attention + elementwise

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from outsize.base.errors import RecipeError
-from outsize.families.protocol import BaseFamily
+from outsize.families.protocol import TrainedFamily
 from outsize.plan.names import OPTIMIZERS, TASKS, base_family, check_names, components_of
 from outsize.plan.pools import Holding, Item, Phase
 from outsize.plan.sizes import ModelSizes, adapter_elements, model_sizes
@@ -41,12 +41,11 @@ class Demand(Protocol):
         """Tokens of one pass over the blocks, all that goes through them, of the whole batch."""
 
     @property
-    def context(self) -> float:
-        """Tokens that one token attends to, on average."""
-
-    @property
     def sample_tokens(self) -> int:
         """Tokens that go through the blocks at once while sampling."""
+
+    def mixing_flops(self, work: Work) -> Sequence[float]:
+        """Operations of mixing tokens (attention, its projections left out) in each block, forward, in one pass."""
 
     def head_flops(self, work: Work) -> float:
         """Operations of one pass outside the blocks, forward and backward, where they are worth counting; else 0."""
@@ -160,7 +159,7 @@ def _conditioners(recipe: Recipe) -> tuple[Conditioner, ...]:
     return tuple(found)
 
 
-def _adapter_tensors(recipe: Recipe, family: BaseFamily) -> tuple[tuple[int, int], ...]:
+def _adapter_tensors(recipe: Recipe, family: TrainedFamily) -> tuple[tuple[int, int], ...]:
     table = family.table(recipe.base.variant)
     tensors = adapter_elements(table, recipe.adapter.rank, recipe.adapter.roles)
     if not tensors:

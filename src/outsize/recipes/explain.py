@@ -13,12 +13,11 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from outsize.recipes.load import sections_in
+from outsize.recipes.data import DATA_KINDS, kind_of_keys
 from outsize.recipes.recipe import FormatChoice, Recipe
-from outsize.recipes.section import Bytes
+from outsize.recipes.section import Bytes, Section, sections_in
 
 _WIDTH = 98
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
@@ -33,13 +32,14 @@ _LIMITS = {
 def explain(filled: Mapping[str, Any] | None = None) -> str:
     """All fields as commented YAML; `filled` gives values by dotted name to required ones ("base.family").
 
-    With every required field filled the text is itself a valid recipe.
+    With every required field filled the text is itself a valid recipe. Where data may be of several kinds, it is explained
+    for that of the filled fields; with none filled for all of them, those but the first commented out.
     """
     return "\n".join(_section(Recipe, "", 0, filled or {})) + "\n"
 
 
 def _section(
-    section: type[BaseModel], path: str, depth: int, filled: Mapping[str, Any]
+    section: type[Section], path: str, depth: int, filled: Mapping[str, Any]
 ) -> Iterator[str]:
     for name, info in section.model_fields.items():
         if depth == 0 and name != "name":
@@ -62,6 +62,9 @@ def _field(
         yield from _comment("for instance", indent + "  ")
         yield f"{indent}  # slot:"
         yield from (f"{indent}  #   {line}" for line in lines if line)
+    elif len(sections_in(info.annotation)) > 1:
+        yield f"{indent}{name}:"
+        yield from _alternatives(sections_in(info.annotation), path, depth + 1, filled)
     elif get_origin(info.annotation) is tuple:
         yield f"{indent}{name}:"
         yield f"{indent}  -"
@@ -69,6 +72,21 @@ def _field(
     else:
         yield f"{indent}{name}:"
         yield from _section(inner, path, depth + 1, filled)
+
+
+def _alternatives(
+    sections: tuple[type[Section], ...], path: str, depth: int, filled: Mapping[str, Any]
+) -> Iterator[str]:
+    keys = [part for one in filled if one.startswith(f"{path}.") for part in one.split(".")]
+    if keys:
+        yield from _section(DATA_KINDS[kind_of_keys(keys)], path, depth, filled)
+        return
+    yield from _section(sections[0], path, depth, filled)
+    for kind, section in DATA_KINDS.items():
+        if section is not sections[0]:
+            yield f"{'  ' * depth}# or, for a base that learns from {kind}:"
+            lines = _section(section, path, 0, filled)
+            yield from (f"{'  ' * depth}#   {line}".rstrip() for line in lines if line)
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:

@@ -12,14 +12,16 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from outsize.base.catalogue import nearest
 from outsize.base.errors import RecipeError
+from outsize.recipes.data import DATA_KINDS
 from outsize.recipes.recipe import Recipe
+from outsize.recipes.section import Section, sections_in
 from outsize.recipes.yaml_tree import Fault, Tree, parse_tree
 
 # What a field must be, in words of people who write YAML; by pydantic's error type.
@@ -117,9 +119,10 @@ def _is_consequence(detail: ErrorDetails) -> bool:
 def _fault(tree: Tree, detail: ErrorDetails) -> Fault:
     """One of pydantic's errors in our words."""
     location = detail["loc"]
-    line = tree.line_of(location)
+    written = [part for place, part in enumerate(location) if not _is_kind(location, place)]
+    line = tree.line_of(tuple(written))
     where = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in location
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in written
     ).lstrip(".")
     kind, message = detail["type"], detail["msg"]
     if kind == "extra_forbidden":
@@ -175,21 +178,22 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _section_at(location: tuple[str | int, ...]) -> type[BaseModel]:
+def _is_kind(location: tuple[str | int, ...], place: int) -> bool:
+    """Whether a part of a location is no key but the kind of data that was taken."""
+    return location[:place] == ("data",) and location[place] in DATA_KINDS
+
+
+def _section_at(location: tuple[str | int, ...]) -> type[Section]:
     """The part of the recipe at a place in it (the innermost one that is a section)."""
-    section: type[BaseModel] = Recipe
-    for part in location:
+    section: type[Section] = Recipe
+    for place, part in enumerate(location):
+        if _is_kind(location, place):
+            section = DATA_KINDS[str(part)]
+            continue
         known = section.model_fields.get(str(part))
         if known is not None:
             section = next(iter(sections_in(known.annotation)), section)
     return section
-
-
-def sections_in(annotation: Any) -> tuple[type[BaseModel], ...]:
-    """Sections named by a field's type, through lists, mappings and `| None`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return (annotation,)
-    return tuple(found for inner in get_args(annotation) for found in sections_in(inner))
 
 
 def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
@@ -221,7 +225,7 @@ def _with_paths(value: Any, change: Callable[[Path], Path]) -> Any:
         return change(value)
     if isinstance(value, tuple):
         return tuple(_with_paths(one, change) for one in value)
-    if isinstance(value, BaseModel):
+    if isinstance(value, Section):
         update = {name: _with_paths(one, change) for name, one in value}
         return value.model_copy(update=update)
     return value

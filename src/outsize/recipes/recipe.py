@@ -17,8 +17,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from outsize.base.files import json_digest
+from outsize.recipes.data import DataChoice
 from outsize.recipes.pictures import PictureChoice
 from outsize.recipes.section import AsTuple, Bytes, Count, FilePath, Section, Seed, Text
+from outsize.recipes.text import TextChoice
 from outsize.recipes.training import AdapterChoice, TrainChoice
 
 # Windows keeps these names for devices, with any ending; a run folder must exist on every system.
@@ -26,7 +28,15 @@ _WINDOWS_DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9_-])?")
 
 # Numbers do not change what is learned when only these parts of a recipe differ.
-_WITHOUT_EFFECT_ON_NUMBERS = ("name", "placement", "checkpoints", "compare", "runs", "cache")
+_WITHOUT_EFFECT_ON_NUMBERS = (
+    "name",
+    "placement",
+    "checkpoints",
+    "evaluate",
+    "compare",
+    "runs",
+    "cache",
+)
 
 
 class FormatChoice(Section):
@@ -153,24 +163,51 @@ class CheckpointChoice(Section):
     keep: Count = Field(default=3, description="Newest checkpoints kept.")
 
 
+class EvaluateChoice(Section):
+    """What is measured on the way, on data that is never trained on; text only."""
+
+    every: Count | None = Field(
+        default=None,
+        description="Updates between measurements; null: a tenth of all. Base and adapter are measured at the end as well.",
+    )
+    rows: Count = Field(default=64, description="At most this many rows, always the same ones.")
+
+
 class CompareChoice(Section):
-    """What `outsize compare` renders, with the adapter and without."""
+    """What `outsize compare` and `outsize sample` make, with the adapter and without."""
 
     prompts: Annotated[tuple[Text, ...], AsTuple] = Field(
-        default=(), description="Prompts for what was learned; none: captions of the training set."
+        default=(),
+        description="Prompts for what was learned; none: captions of the training set, or beginnings of held-out texts.",
     )
     controls: Annotated[tuple[Text, ...], AsTuple] = Field(
-        default=(), description="Prompts whose pictures must not change."
+        default=(), description="Prompts whose pictures or texts must not change."
     )
     seeds: Annotated[tuple[Seed, ...], AsTuple] = Field(
         default=(0,), min_length=1, description="Seeds; every prompt is rendered with each."
     )
-    steps: Count | None = Field(default=None, description="Sampling steps; null: the family's own.")
-    guidance: float | None = Field(
-        default=None, ge=0, description="Guidance; null: the family's own."
+    steps: Count | None = Field(
+        default=None, description="Pictures: sampling steps; null: the family's own."
     )
-    width: Count | None = Field(default=None, description="Pixels; null: data.resolution.")
-    height: Count | None = Field(default=None, description="Pixels; null: data.resolution.")
+    guidance: float | None = Field(
+        default=None, ge=0, description="Pictures: guidance; null: the family's own."
+    )
+    width: Count | None = Field(
+        default=None, description="Pictures: pixels; null: data.resolution."
+    )
+    height: Count | None = Field(
+        default=None, description="Pictures: pixels; null: data.resolution."
+    )
+    max_tokens: Count = Field(default=200, description="Text: tokens written at most.")
+    temperature: float = Field(
+        default=0.7, ge=0, description="Text: how freely tokens are drawn; 0: always the likeliest."
+    )
+    top_p: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="Text: tokens are drawn among the likeliest that together have this probability.",
+    )
 
 
 class Recipe(Section):
@@ -178,7 +215,7 @@ class Recipe(Section):
 
     name: str = Field(description="Names the run folder: letters, digits, '.', '_' and '-'.")
     base: BaseChoice = Field(description="The frozen model that is trained on.")
-    data: PictureChoice = Field(description="What is learned from.")
+    data: DataChoice = Field(description="What is learned from.")
     adapter: AdapterChoice = Field(
         default_factory=AdapterChoice, description="What is trained: a low-rank adapter."
     )
@@ -190,9 +227,13 @@ class Recipe(Section):
     checkpoints: CheckpointChoice = Field(
         default_factory=CheckpointChoice, description="What is saved on the way."
     )
+    evaluate: EvaluateChoice = Field(
+        default_factory=EvaluateChoice,
+        description="What is measured on the way, on data that is never trained on; text only.",
+    )
     compare: CompareChoice = Field(
         default_factory=CompareChoice,
-        description="What `outsize compare` renders, with the adapter and without.",
+        description="What `outsize compare` and `outsize sample` make, with the adapter and without.",
     )
     runs: FilePath = Field(default=Path("runs"), description="Folder of run folders.")
     cache: FilePath | None = Field(
@@ -216,6 +257,12 @@ class Recipe(Section):
         assert isinstance(self.data, PictureChoice), "the task of the base's family has checked it"
         return self.data
 
+    @property
+    def texts(self) -> TextChoice:
+        """The data of a recipe that learns from text."""
+        assert isinstance(self.data, TextChoice), "the task of the base's family has checked it"
+        return self.data
+
     def to_json(self) -> dict[str, Any]:
         """The recipe as JSON values; `load.recipe_from_json` reads it back."""
         return self.model_dump(mode="json")
@@ -227,7 +274,7 @@ class Recipe(Section):
     def numbers_digest(self) -> str:
         """SHA-256 over what decides the numbers of a step: equal for recipes that may resume each other.
 
-        Left out: name, folders, placement, checkpoints, compare, train.record, and train.steps (how far, not how) unless the
+        Left out: name, folders, placement, checkpoints, evaluate, compare, train.record, and train.steps (how far, not how) unless the
         step size depends on it.
         """
         kept = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -42,3 +42,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
     )
+
+
+def sections_in(annotation: Any) -> tuple[type[Section], ...]:
+    """Sections named by a field's type, through lists, mappings, unions and `| None`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation,)
+    return tuple(found for inner in get_args(annotation) for found in sections_in(inner))

@@ -61,7 +61,7 @@ def locate_weights(
 def locate_folder(
     source: str, sub_folder: str, *, offline: bool = False, cache_dir: Path | None = None
 ) -> Path:
-    """The folder of a tokenizer, scheduler or configuration beside the weights, on this machine.
+    """The folder of a tokenizer, scheduler or configuration beside the weights, on this machine; "" is where they lie.
 
     Raises: SourceError saying what is missing and how to get it.
     """
@@ -78,7 +78,7 @@ def locate_folder(
     hub_id = parse_hub_id(source)
     if hub_id is None:
         raise SourceError(f"{source} does not exist; name a folder, or a hub id as owner/name")
-    patterns = tuple(f"{sub_folder}/{pattern}" for pattern in _FOLDER_FILES)
+    patterns = tuple(f"{sub_folder}/{one}" if sub_folder else one for one in _FOLDER_FILES)
     return hub_folder(hub_id, sub_folder, patterns, offline=offline, cache_dir=cache_dir)
 
 

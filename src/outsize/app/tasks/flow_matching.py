@@ -10,6 +10,7 @@ from outsize.app.tasks.protocol import (
     Ask,
     Batches,
     Compared,
+    Naming,
     NoWatch,
     Sampled,
     Table,
@@ -53,6 +54,11 @@ class PictureTask:
     """See protocol.py."""
 
     noun: str = "the pictures or captions"
+    dialect: str = "diffusion_model"
+
+    def naming(self, _recipe: Recipe) -> Naming:
+        """Dialects find names by layouts."""
+        return Naming()
 
     def count(self, recipe: Recipe) -> int | None:
         """Picture files in the recipe's folders, counted by name; None when none of the folders is there."""

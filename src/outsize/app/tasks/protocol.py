@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outsize.base.catalogue import Catalogue
+from outsize.base.layout import Layout
 
 if TYPE_CHECKING:
     from outsize.adapters.adapter import Adapter
@@ -60,11 +61,17 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows for people. All columns but the first hold figures."""
+    """Rows for people. has_figures: all columns but the first hold figures, rather than words."""
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    has_figures: bool = True
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The columns that hold words."""
+        return (0,) if self.has_figures else tuple(range(len(self.heads)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +99,35 @@ class Ask:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What other programs call an adapter's modules. layout: of the files whose names are taken; None: our own names.
+
+    named_for: upstream's class that has such modules, where there are several. peft_task: PEFT's word for what the base is
+    used for.
+    """
+
+    layout: Layout | None = None
+    named_for: str | None = None
+    peft_task: str | None = None
+
+    def path_of(self, module: str) -> str:
+        """A module's path there."""
+        if self.layout is None:
+            return module
+        _, theirs = self.layout.rule_of(f"{module}.weight")
+        return theirs.removesuffix(".weight")
+
+
 class Task(Protocol):
     """One kind of thing to learn from."""
+
+    @property
+    def dialect(self) -> str:
+        """In which an adapter is exported when nobody says: what most programs of its kind read."""
+
+    def naming(self, recipe: Recipe) -> Naming:
+        """What programs that run the recipe's base call its modules."""
 
     @property
     def noun(self) -> str:

@@ -7,6 +7,7 @@ from functools import reduce
 
 from pydantic_core import PydanticUndefined
 
+from outsize.recipes.data import kind_of_data
 from outsize.recipes.recipe import Recipe
 from outsize.recipes.section import Section
 from outsize.recipes.yaml_tree import Fault
@@ -18,8 +19,8 @@ def wrong_data(recipe: Recipe, section: type[Section], noun: str) -> Iterator[Fa
         yield Fault(
             None,
             "data",
-            f"{recipe.base.family} learns from {noun}, so data has the keys {', '.join(section.model_fields)}; "
-            f"found those of {type(recipe.data).__name__.removesuffix('Data').lower()} data",
+            f"{recipe.base.family} learns from {noun}, so data has the keys {', '.join(section.model_fields)}; found "
+            f"those of {kind_of_data(recipe.data)}",
         )
 
 

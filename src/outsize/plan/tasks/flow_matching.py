@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from outsize.base.errors import RecipeError
-from outsize.families.protocol import FAMILIES, ImageCodec
+from outsize.families.protocol import FAMILIES, BaseFamily, ImageCodec
 from outsize.plan.estimate import FORWARD_FACTOR
-from outsize.plan.names import base_family
 from outsize.plan.pools import Holding, Item, Phase, blocks, compute_pool, context, host, rest
 from outsize.plan.sizes import ModelSizes
-from outsize.plan.tasks._faults import wrong_data
+from outsize.plan.tasks._faults import unused, wrong_data
 from outsize.plan.tasks.protocol import Edits
 from outsize.plan.work import Conditioner, Work
 from outsize.recipes.pictures import PictureChoice
@@ -27,6 +26,13 @@ _PIXELS_TOGETHER = 512 * 512
 # block holds input, normed, activated and convolved; the decoder runs the last level at twice the channels.
 ENCODE_PLANES, DECODE_PLANES = 6, 10
 _SIDES = (1024, 768, 512, 384, 256)
+_OF_TEXT = (
+    "evaluate.every",
+    "evaluate.rows",
+    "compare.max_tokens",
+    "compare.temperature",
+    "compare.top_p",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class PictureDemand:
     """Numbers of one recipe. tokens, sample_tokens: text included. context: tokens of one picture and its text."""
 
     tokens: int
-    context: float
+    context: int
     sample_tokens: int
     text_tokens: int
     pixels: int
@@ -42,6 +48,10 @@ class PictureDemand:
     latent_elements: int
     condition_elements: int
     num_pictures: int | None
+
+    def mixing_flops(self, work: Work) -> Sequence[float]:
+        """Every token sees all others of its picture and text."""
+        return [4 * self.tokens * self.context * block.width for block in work.base.blocks]
 
     def head_flops(self, _work: Work) -> float:
         """The head is as thin as a latent."""
@@ -110,9 +120,15 @@ class PicturePlan:
         """Folders of pictures."""
         return PictureChoice
 
+    @property
+    def example(self) -> dict[str, str]:
+        """One folder."""
+        return {"data.sets.folder": "pictures"}
+
     def faults(self, recipe: Recipe) -> Iterator[Fault]:
-        """Data of another kind."""
+        """Data of another kind, and settings of text."""
         yield from wrong_data(recipe, self.section, "pictures")
+        yield from unused(recipe, _OF_TEXT, "pictures")
 
     def demand(
         self, recipe: Recipe, conditioners: tuple[Conditioner, ...], num_samples: int | None
@@ -121,7 +137,8 @@ class PicturePlan:
 
         Raises: RecipeError when pictures are smaller than a token.
         """
-        family, variant = base_family(recipe.base.family), recipe.base.variant
+        family = cast("BaseFamily", FAMILIES.load(recipe.base.family))
+        variant = recipe.base.variant
         conditions = family.condition_shapes(variant)
         text_tokens = sum(shape[0] for shape in conditions.values() if len(shape) == 2)
         side = recipe.pictures.resolution

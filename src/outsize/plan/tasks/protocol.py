@@ -6,7 +6,7 @@ file of the same name in app/tasks. No task imports torch here: plans are made b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from outsize.plan.work import Conditioner, Demand
@@ -23,6 +23,10 @@ class PlanTask(Protocol):
     @property
     def section(self) -> type[Section]:
         """What `data` of its recipes is."""
+
+    @property
+    def example(self) -> Mapping[str, str]:
+        """What a first recipe says of its data, by dotted name: all that must be said."""
 
     def faults(self, recipe: Recipe) -> Iterator[Fault]:
         """What of a recipe says something that this task has no use for; data of another kind first of all."""

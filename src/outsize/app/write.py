@@ -1,0 +1,174 @@
+"""Text from a language base, with its adapter or without: token by token, through whatever placement holds the blocks.
+
+A streamed base crosses the bus once for each token. Prompts are worded as the training texts were: by the chat template
+where these are conversations, else as they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from outsize.app.parts import BASE
+from outsize.app.text_corpus import Texts, Tokens, read_texts
+from outsize.app.train import adapted, load_adapter_
+from outsize.app.trained import trained_checkpoint
+from outsize.base.errors import RecipeError
+from outsize.data.templates import ChatTemplate
+from outsize.sample.text import draw_token, generator_of
+
+if TYPE_CHECKING:
+    from outsize.app.site import Site
+    from outsize.families.protocol import LanguageFamily
+    from outsize.layers.model import FrozenModel
+    from outsize.runs.folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is to be gone on from. shown: for people; ids: its tokens."""
+
+    shown: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One text. has_ended: the model ended it, rather than the limit."""
+
+    prompt: Prompt
+    seed: int
+    text: str
+    ids: tuple[int, ...]
+    has_ended: bool
+
+
+class Scribe:
+    """Prompts of one recipe, and when a text is over."""
+
+    def __init__(self, site: Site) -> None:
+        self.texts: Texts = read_texts(site.recipe, site.cache, offline=site.offline)
+        self._tokens: Tokens = self.texts.tokens
+        data = site.recipe.texts
+        self._is_chat = any(kind.is_chat for kind in self.texts.documents.kinds)
+        self._template = (
+            ChatTemplate(self._tokens.tokenizer, options=data.template_options, today=data.today)
+            if self._is_chat
+            else None
+        )
+        self.ends = frozenset(self._ends())
+
+    def worded(self, text: str) -> Prompt:
+        """A prompt as the model was trained to see one: a user's turn, or the beginning of a text.
+
+        Raises: RecipeError when it is empty.
+        """
+        if not text.strip():
+            raise RecipeError("a prompt is empty; write what is to be answered or gone on from")
+        tokenizer = self._tokens.tokenizer
+        if self._template is None:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            asked = self._template.prompt([{"role": "user", "content": text}])
+            ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
+        bos = self.texts.documents.bos
+        if bos is not None and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        return Prompt(text, tuple(ids))
+
+    def beginnings(self, count: int) -> list[Prompt]:
+        """Prompts from texts that are held out."""
+        return [
+            Prompt(self.decoded(ids, with_marks=self._is_chat), tuple(ids))
+            for ids in self.texts.beginnings(count)
+        ]
+
+    def decoded(self, ids: Sequence[int], *, with_marks: bool = False) -> str:
+        """Text of tokens."""
+        text: str = self._tokens.tokenizer.decode(list(ids), skip_special_tokens=not with_marks)
+        return text
+
+    def _ends(self) -> Iterator[int]:
+        """The end of a text, and whatever else training texts end their turns with."""
+        if self.texts.documents.eos is not None:
+            yield self.texts.documents.eos
+        added: Any = self._tokens.tokenizer.added_tokens_decoder
+        for file in self.texts.documents.files:
+            for index in range(min(len(file.rows), 8)):
+                tokens, trained = file.document(index)
+                closing = trained.copy()
+                closing[:-1] &= ~trained[1:]  # the last token of each trained span
+                yield from (int(one) for one in tokens[closing] if int(one) in added)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSettings:
+    """How texts are written; see the recipe's compare section."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+
+
+def settings_of(site: Site) -> WriteSettings:
+    """What the recipe says."""
+    choice = site.recipe.compare
+    return WriteSettings(choice.max_tokens, choice.temperature, choice.top_p)
+
+
+def write_with(
+    site: Site,
+    run: RunFolder,
+    scribe: Scribe,
+    asks: Sequence[tuple[Prompt, int]],
+    *,
+    adapters: Sequence[bool],
+) -> Iterator[tuple[bool, list[Written]]]:
+    """All texts by each of the models that are asked for: False is the base alone, True has the run's adapter.
+
+    asks: prompts, each with a seed.
+    Raises: RecipeError, before any model is opened, when the run has no adapter of this recipe.
+    """
+    if True in adapters:
+        trained_checkpoint(site.recipe, run)
+    with adapted(site) as (model, adapter, _):
+        if True in adapters:
+            load_adapter_(site.recipe, run, adapter)
+        for has_adapter in adapters:
+            name = "sample adapter" if has_adapter else "sample base"
+            with nullcontext() if has_adapter else adapter.disabled(), site.stages.stage(name):
+                written = []
+                for done, (prompt, seed) in enumerate(asks, start=1):
+                    written.append(write_one(site, model, scribe, prompt, seed))
+                    site.progress.advance(name, done, len(asks), "texts")
+            yield has_adapter, written
+
+
+@torch.no_grad()
+def write_one(site: Site, model: FrozenModel, scribe: Scribe, prompt: Prompt, seed: int) -> Written:
+    """One text, up to an end that the model writes or to the limit."""
+    part, settings = site.parts[BASE], settings_of(site)
+    family = cast("LanguageFamily", part.family)
+    cache = family.new_cache(part.variant, model.module)
+    generator = generator_of(seed)
+    ids: list[int] = []
+    unread, has_ended = list(prompt.ids), False
+    while len(ids) < settings.max_tokens and not has_ended:
+        model.begin("forward")
+        inputs_BT = torch.tensor([unread], device=site.device.torch_device)
+        logits_BV = family.next_logits(part.variant, model.module, inputs_BT, cache)
+        token = draw_token(
+            logits_BV[0],
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            generator=generator,
+        )
+        has_ended = token in scribe.ends
+        if not has_ended:
+            ids.append(token)
+        unread = [token]
+    return Written(prompt, seed, scribe.decoded(ids), tuple(ids), has_ended)

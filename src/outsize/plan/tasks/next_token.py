@@ -1,0 +1,183 @@
+"""Text: rows of packed documents go through the base alone, and a loss that never holds all logits at once.
+
+Documents of a row do not see each other, so mixing costs most when one document fills a row; that is what is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from outsize.families.protocol import FAMILIES, RECURRENT_CHUNK, LanguageFamily, LayerKind
+from outsize.plan.pools import Holding, Item, Phase, compute_pool
+from outsize.plan.sizes import ModelSizes
+from outsize.plan.tasks._faults import unused, wrong_data
+from outsize.plan.tasks.protocol import Edits
+from outsize.plan.work import Conditioner, Work
+from outsize.recipes.recipe import Recipe
+from outsize.recipes.section import Section
+from outsize.recipes.text import TextChoice
+from outsize.recipes.yaml_tree import Fault
+
+# A tile of logits with what it is made from, and what is carried from tile to tile for each token, as the objective says.
+TILE_BYTES, TOKENS_AT_ONCE, CARRIED_BYTES = 256 << 20, 2048, 12
+# Logits and the gradient of the hidden states: two products with the head, two operations each.
+HEAD_OPERATIONS = 4
+# Logits, their exponentials and the softcap's argument, fp32.
+TILE_PAIR_BYTES = 12
+# All hidden states, the rows of trained tokens, and a gradient of each.
+HIDDEN_COPIES = 4
+# int64 ids, labels and positions, int32 segments.
+BATCH_BYTES_OF_TOKEN = 3 * 8 + 4
+# A mask as it is made (one byte a pair) and as kernels take it (the compute type).
+_MASK_BYTES = 1
+_WINDOWS = (16384, 8192, 4096, 2048, 1024, 512)
+_OF_PICTURES = (
+    "train.timesteps",
+    "train.guidance",
+    "compare.steps",
+    "compare.guidance",
+    "compare.width",
+    "compare.height",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextDemand:
+    """Numbers of one recipe. width: D. new_tokens: written at most while sampling."""
+
+    window: int
+    batch: int
+    width: int
+    vocabulary: int
+    kinds: tuple[LayerKind, ...]
+    is_packed: bool
+    new_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Rows are padded to the window."""
+        return self.batch * self.window
+
+    @property
+    def sample_tokens(self) -> int:
+        """A prompt goes through at once; what is written after it, token by token."""
+        return self.window
+
+    def mixing_flops(self, _work: Work) -> Sequence[float]:
+        """Of attention or of linear attention, for each block."""
+        return [self.batch * kind.flops(self.window) for kind in self.kinds]
+
+    def head_flops(self, _work: Work) -> float:
+        """The head's matrix is as large as several blocks' are."""
+        return HEAD_OPERATIONS * self.tokens * self.width * self.vocabulary
+
+    def training(self, work: Work) -> Iterator[Item]:
+        """The batch, masks, hidden states with their gradient, and a tile of logits."""
+        device = compute_pool(work)
+        why = "ids, labels, positions and segments"
+        yield Item("batch", device, self.tokens * BATCH_BYTES_OF_TOKEN, why)
+        hidden = HIDDEN_COPIES * self.tokens * self.width * work.compute_bytes
+        yield Item("hidden states", device, hidden, "before the head, of trained tokens, gradients")
+        carried = min(self.tokens, TOKENS_AT_ONCE) * self.width * CARRIED_BYTES
+        pairs = self.tokens * self.vocabulary * (TILE_PAIR_BYTES + work.compute_bytes)
+        why = f"a tile of {self.vocabulary} a token, and what is carried on"
+        yield Item("logits", device, min(TILE_BYTES, pairs) + carried, why)
+        yield from self._masks(work)
+        yield from self._states(work)
+
+    def sampling(self, work: Work) -> Iterator[Item]:
+        """Keys, values and states of all that was read and written."""
+        length = self.window + self.new_tokens
+        elements = sum(kind.cache_elements(length) for kind in self.kinds)
+        why = f"keys, values and states of {length} tokens"
+        yield Item("keys and values", compute_pool(work), elements * work.compute_bytes, why)
+
+    def before(self, _work: Work, _hold: Callable[[ModelSizes], Holding]) -> Iterator[Phase]:
+        """Nothing is encoded."""
+        yield from ()
+
+    def after(self, _work: Work) -> Iterator[Phase]:
+        """Text is what comes out."""
+        yield from ()
+
+    def disk(self, _work: Work) -> Iterator[Item]:
+        """Tokens are nothing beside weights."""
+        yield from ()
+
+    def notes(self, _work: Work) -> Iterator[str]:
+        """Nothing."""
+        yield from ()
+
+    def _masks(self, work: Work) -> Iterator[Item]:
+        """One for each reach of attention, where rows hold several documents or a window is shorter than a row."""
+        reaches = {kind.window for kind in self.kinds if not kind.is_recurrent}
+        is_short = [reach is not None and reach < self.window for reach in reaches]
+        count = len(reaches) if self.is_packed else sum(is_short)
+        if count:
+            rows = self.batch if self.is_packed else 1
+            pairs = rows * self.window**2
+            num_bytes = count * pairs * _MASK_BYTES + pairs * work.compute_bytes
+            yield Item(
+                "attention masks", compute_pool(work), num_bytes, f"{count}, a row at a time"
+            )
+
+    def _states(self, work: Work) -> Iterator[Item]:
+        """What linear attention keeps at every chunk of one block, which is differentiated: fp32."""
+        state = max((kind.state for kind in self.kinds), default=0)
+        if state:
+            chunks = -(-self.tokens // RECURRENT_CHUNK)
+            why = f"of one block, at {chunks} chunks, with their gradient, fp32"
+            yield Item("recurrent states", compute_pool(work), 2 * 4 * state * chunks, why)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPlan:
+    """See protocol.py."""
+
+    @property
+    def section(self) -> type[Section]:
+        """Files of texts."""
+        return TextChoice
+
+    @property
+    def example(self) -> dict[str, str]:
+        """One file."""
+        return {"data.sets.path": "conversations.jsonl"}
+
+    def faults(self, recipe: Recipe) -> Iterator[Fault]:
+        """Data of another kind, and settings of pictures."""
+        yield from wrong_data(recipe, self.section, "text")
+        yield from unused(recipe, _OF_PICTURES, "text")
+
+    def demand(
+        self, recipe: Recipe, _conditioners: tuple[Conditioner, ...], _num_samples: int | None
+    ) -> TextDemand:
+        """Rows of the recipe's window."""
+        base, data = recipe.base, recipe.texts
+        family = cast("LanguageFamily", FAMILIES.load(base.family))
+        table = family.table(base.variant)
+        vocabulary = family.vocabulary(base.variant)
+        width = next(spec.shape[1] for spec in table if spec.shape[:1] == (vocabulary,))
+        return TextDemand(
+            window=data.window,
+            batch=recipe.train.batch,
+            width=width,
+            vocabulary=vocabulary,
+            kinds=family.layer_kinds(base.variant),
+            is_packed=data.pack,
+            new_tokens=recipe.compare.max_tokens,
+        )
+
+    def shape(self, recipe: Recipe) -> str:
+        """The window."""
+        return f"{recipe.texts.window} tokens"
+
+    def levers(self, recipe: Recipe) -> Iterator[list[Edits]]:
+        """A shorter window."""
+        now = recipe.texts.window
+        yield [(("data.window", window),) for window in _WINDOWS if window < now]
+
+
+plugin = TextPlan()
