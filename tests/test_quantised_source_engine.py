@@ -20,12 +20,15 @@ from quantised_support import (
     write_plain,
     write_quantised,
 )
-from run_support import outsize, site_of, write_recipe
+from run_support import environment, outsize, site_of, write_recipe
 from safetensors.torch import load_file, save_file
 
+from outsize.app.planning import quantised_sources
 from outsize.app.prepare import How, prepare_in_cache
 from outsize.base.errors import RecipeError
 from outsize.families.protocol import FAMILIES
+from outsize.plan.work import work_of
+from outsize.recipes.load import load_recipe
 
 pytest.importorskip("bitsandbytes", exc_type=ImportError)
 
@@ -107,6 +110,37 @@ def test_a_recipe_takes_such_a_checkpoint_and_says_so(tmp_path: Path) -> None:
             with torch.no_grad():
                 hidden = model.module(input_ids=ids).last_hidden_state
             assert bool(hidden.isfinite().all())
+
+
+def test_a_plan_counts_such_a_checkpoint_as_its_store_is(tmp_path: Path) -> None:
+    """Known from headers and states, before torch is imported; a source that is not here is planned by its table."""
+    path = write_recipe(tmp_path)
+    left = quantise_text_encoder(tmp_path / "model" / "text_encoder")
+    recipe = load_recipe(path)
+    found = quantised_sources(recipe)
+    assert set(found) == {"text_encoder"}
+    work = work_of(recipe, has_gpu=True, found=found)
+    with site_of(path) as (site, _):
+        store = site.store("text_encoder")
+    assert work.sizes_of("text_encoder").store_bytes == store.nbytes
+    assert work_of(recipe, has_gpu=True).sizes_of("text_encoder").store_bytes < store.nbytes
+    code = (
+        "import atexit, sys; atexit.register(lambda: print('torch', 'torch' in sys.modules))\n"
+        "from outsize.cli.main import main; main()"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, "plan", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
+    said = " ".join(told.stdout.split())
+    assert f"and keep {len(left)} linears of its blocks plain; so does the store" in said, told
+    assert said.endswith("torch False")
+    moved = (tmp_path / "model").rename(tmp_path / "elsewhere")
+    assert moved.exists()
+    assert quantised_sources(recipe) == {}
 
 
 def test_a_recipe_with_another_format_is_refused_with_its_code(tmp_path: Path) -> None:

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from outsize.app.stores import Stores
 from outsize.app.tasks.protocol import task_of
+from outsize.base.errors import SourceError
 from outsize.devices._profile import MachineProfile, limited, read_machine
 from outsize.devices._profile import stated as stated_machine
 from outsize.devices._rates import rates_folder, rates_of, stated_rates
 from outsize.plan.plan import Plan
 from outsize.plan.planner import make_plan
+from outsize.plan.sizes import Found
 from outsize.recipes.recipe import Recipe
+from outsize.weights.quantised import holds_states
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +64,32 @@ def plan_for(
         num_samples=task_of(recipe).count(recipe),
         rates=stated_rates(rates, **(stated or {})),
         has_triton=machine.is_stated or has_triton(),
+        found=quantised_sources(recipe),
     )
+
+
+def quantised_sources(recipe: Recipe) -> dict[str, Found]:
+    """What the sources on this machine tell that hold matrices in 4 bits, by slot; of headers and states alone.
+
+    A source that is not here yet, or is no such one, is planned by its family's table.
+    Raises: SourceError for one that the recipe's format cannot take.
+    """
+    found: dict[str, Found] = {}
+    stores = Stores(recipe, offline=True)
+    for slot, part in stores.parts.items():
+        try:
+            source = stores.source(slot)
+        except SourceError:
+            continue  # preparing says what is wrong, or fetches what is missing
+        with source:
+            if not holds_states(source.tensors):
+                continue
+            family, variant = part.family, part.variant
+            mapped = source.locate(
+                family.layouts(variant), family.table(variant), part.packing.adopts
+            )
+        found[slot] = Found(mapped.num_bytes, frozenset(mapped.quantised))
+    return found
 
 
 def has_triton() -> bool:

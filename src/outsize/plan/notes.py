@@ -41,7 +41,19 @@ def notes(work: Work, outcome: Outcome, machine: MachineProfile, rates: Rates) -
             f"stores and caches take {format_bytes(disk)}, {format_bytes(machine.disk_free_bytes)} are "
             "free; what is prepared already counts as taken"
         )
+    yield from _adopted(work)
     yield from work.demand.notes(work)
+
+
+def _adopted(work: Work) -> Iterator[str]:
+    """What is counted otherwise than the recipe's format alone would have it."""
+    for slot in ("base", *(one.slot for one in work.conditioners)):
+        sizes = work.sizes_of(slot)
+        if sizes.num_beside:
+            yield (
+                f"the files of {slot} hold {sizes.num_adopted} matrices in 4 bits and keep {sizes.num_beside} linears of "
+                "its blocks plain; so does the store"
+            )
 
 
 def _copied(work: Work, outcome: Outcome, rates: Rates) -> Iterator[str]:

@@ -6,6 +6,7 @@ Pure: nothing is opened, no device is touched, torch is not imported.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from outsize.base.units import format_bytes, format_seconds
@@ -24,6 +25,7 @@ from outsize.plan.names import base_family
 from outsize.plan.notes import notes
 from outsize.plan.plan import Budget, Choice, Plan, Times
 from outsize.plan.refusal import with_remedy
+from outsize.plan.sizes import Found
 from outsize.plan.speed import step_time
 from outsize.plan.work import Work, work_of
 from outsize.recipes.recipe import Recipe
@@ -36,15 +38,19 @@ def make_plan(
     num_samples: int | None = None,
     rates: Rates | None = None,
     has_triton: bool = True,
+    found: Mapping[str, Found] | None = None,
 ) -> Plan:
     """What the recipe costs on the machine; a plan that does not fit says so and names a remedy.
 
     num_samples: of what the recipe learns from, for the size of caches; None when it is not known. rates: of the machine; None:
-    those of its card in the table, or a guess. has_triton: whether what compiles blocks is installed.
+    those of its card in the table, or a guess. has_triton: whether what compiles blocks is installed. found: of sources
+    that hold matrices in 4 bits, by slot.
     Raises: RecipeError for names that do not exist or a recipe that would train nothing.
     """
     known = rates_of(machine) if rates is None else rates
-    draft = functools.partial(_draft, machine=machine, rates=known, has_triton=has_triton)
+    draft = functools.partial(
+        _draft, machine=machine, rates=known, has_triton=has_triton, found=found
+    )
     plan = draft(recipe, num_samples=num_samples)
     return plan if plan.fits else with_remedy(plan, recipe, draft)
 
@@ -130,9 +136,10 @@ def _draft(
     *,
     num_samples: int | None = None,
     has_triton: bool = True,
+    found: Mapping[str, Found] | None = None,
 ) -> Plan:
     """The plan as it stands; a refusal says only that it does not fit."""
-    work = work_of(recipe, has_gpu=machine.has_gpu, num_samples=num_samples)
+    work = work_of(recipe, has_gpu=machine.has_gpu, num_samples=num_samples, found=found)
     here = _Situation(recipe, work, budget_of(machine), rates)
     allowed = _compute(recipe, machine, rates, has_triton=has_triton)
     fault = arithmetic_fault(allowed.arithmetic, machine, rates)

@@ -24,6 +24,14 @@ _PUBLISHED = "BF16"  # checkpoints of models of this size are published in it
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """What the files of a source tell that holds matrices in 4 bits. source_bytes: that are read. adopted: the matrices."""
+
+    source_bytes: int
+    adopted: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockSizes:
     """One block of a model.
 
@@ -47,7 +55,8 @@ class ModelSizes:
     """One model in one format.
 
     small_elements: numbers that are not packed and stay on the device. largest_matrix: numbers of the largest packed
-    matrix, which is decoded for a product. largest_parts_bytes: of one matrix as stored. first_channels: of its first convolution, 0 without one.
+    matrix, which is decoded for a product. largest_parts_bytes: of one matrix as stored. first_channels: of its first
+    convolution, 0 without one. num_adopted: matrices that its files hold in 4 bits; num_beside: linears that these keep plain.
     """
 
     blocks: tuple[BlockSizes, ...]
@@ -57,6 +66,8 @@ class ModelSizes:
     store_bytes: int
     source_bytes: int
     first_channels: int
+    num_adopted: int = 0
+    num_beside: int = 0
 
     @property
     def packed_bytes(self) -> int:
@@ -69,12 +80,20 @@ class ModelSizes:
         return max((block.packet_bytes for block in self.blocks), default=self.store_bytes)
 
 
-def model_sizes(family: str, variant: str, packed: FormatChoice, rest: FormatChoice) -> ModelSizes:
+def model_sizes(
+    family: str,
+    variant: str,
+    packed: FormatChoice,
+    rest: FormatChoice,
+    found: Found | None = None,
+) -> ModelSizes:
     """Sizes of a family's variant, its linears in blocks in one format and all else in another; no torch.
 
+    found: of a source that holds matrices in 4 bits, which then are the packed ones.
     Raises: RecipeError for names or options that do not exist.
     """
-    return _cached_sizes(family, variant, *(one.model_dump_json() for one in (packed, rest)))
+    choices = (one.model_dump_json() for one in (packed, rest))
+    return _cached_sizes(family, variant, *choices, found=found)
 
 
 def adapter_elements(
@@ -87,15 +106,21 @@ def adapter_elements(
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_sizes(family: str, variant: str, packed: str, rest: str) -> ModelSizes:
+def _cached_sizes(
+    family: str, variant: str, packed: str, rest: str, *, found: Found | None
+) -> ModelSizes:
     choices = (FormatChoice.model_validate_json(one) for one in (packed, rest))
-    formats = (make_format(one.name, one.options) for one in choices)
-    return sizes_of(FAMILIES.load(family).table(variant), *formats)
+    fmt, plain = (make_format(one.name, one.options) for one in choices)
+    return sizes_of(FAMILIES.load(family).table(variant), fmt, plain, found)
 
 
-def sizes_of(table: ShapeTable, fmt: Format, plain: Format) -> ModelSizes:
-    """Sizes of a table whose packed matrices are held in `fmt` and the rest in `plain`."""
-    packing = assign(table, fmt, plain)
+def sizes_of(
+    table: ShapeTable, fmt: Format, plain: Format, found: Found | None = None
+) -> ModelSizes:
+    """Sizes of a table whose packed matrices are held in `fmt` and the rest in `plain`; found: as in `model_sizes`."""
+    packing = whole = assign(table, fmt, plain)
+    if found is not None:
+        packing = whole.beside(found.adopted, "")
     grouped: dict[int | None, list[TensorSpec]] = {None: []}
     for spec in table:
         grouped.setdefault(spec.block, []).append(spec)
@@ -116,8 +141,12 @@ def sizes_of(table: ShapeTable, fmt: Format, plain: Format) -> ModelSizes:
             (sum(part.num_bytes for part in packing.parts(spec.name)) for spec in packed), default=0
         ),
         store_bytes=sum(packet.num_bytes for packet in packets.values()),
-        source_bytes=sum(spec.num_elements for spec in table) * DTYPE_BYTES[_PUBLISHED],
+        source_bytes=sum(spec.num_elements for spec in table) * DTYPE_BYTES[_PUBLISHED]
+        if found is None
+        else found.source_bytes,
         first_channels=next(convolutions, 0),
+        num_adopted=0 if found is None else len(found.adopted),
+        num_beside=len(packing.left_plain) - len(whole.left_plain),
     )
 
 

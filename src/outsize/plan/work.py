@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from outsize.base.errors import RecipeError
 from outsize.families.protocol import TrainedFamily
 from outsize.plan.names import OPTIMIZERS, TASKS, base_family, check_names, components_of
 from outsize.plan.pools import Holding, Item, Phase
-from outsize.plan.sizes import ModelSizes, adapter_elements, model_sizes
+from outsize.plan.sizes import Found, ModelSizes, adapter_elements, model_sizes
 from outsize.recipes.recipe import Recipe, rest_format
 
 
@@ -111,16 +111,27 @@ class Work:
         return self.num_adapter_elements * 4 + self.optimizer_bytes
 
 
-def work_of(recipe: Recipe, *, has_gpu: bool, num_samples: int | None = None) -> Work:
-    """Resolve a recipe to numbers; no torch, nothing opened. num_samples: of what there is to learn from, where known.
+def work_of(
+    recipe: Recipe,
+    *,
+    has_gpu: bool,
+    num_samples: int | None = None,
+    found: Mapping[str, Found] | None = None,
+) -> Work:
+    """Resolve a recipe to numbers; no torch, nothing opened.
 
+    num_samples: of what there is to learn from, where known. found: of sources that hold matrices in 4 bits, by slot.
     Raises: RecipeError for names that do not exist, an adapter that matches nothing, or data that the base cannot take.
     """
     check_names(recipe)
     family = base_family(recipe.base.family)
-    conditioners = _conditioners(recipe)
+    conditioners = _conditioners(recipe, found or {})
     sizes = model_sizes(
-        recipe.base.family, recipe.base.variant, recipe.base.format, rest_format("base")
+        recipe.base.family,
+        recipe.base.variant,
+        recipe.base.format,
+        rest_format("base"),
+        (found or {}).get("base"),
     )
     tensors = _adapter_tensors(recipe, family)
     return Work(
@@ -150,11 +161,13 @@ def state_bytes(optimizer: str, elements: int) -> int:
     return int(OPTIMIZERS.load(optimizer).state_bytes(elements))
 
 
-def _conditioners(recipe: Recipe) -> tuple[Conditioner, ...]:
+def _conditioners(recipe: Recipe, known: Mapping[str, Found]) -> tuple[Conditioner, ...]:
     found = []
     for one in components_of(recipe):
         choice = recipe.base.component_format(one.slot, one.kind)
-        sizes = model_sizes(one.family, one.variant, choice, rest_format(one.kind))
+        sizes = model_sizes(
+            one.family, one.variant, choice, rest_format(one.kind), known.get(one.slot)
+        )
         found.append(Conditioner(one.slot, one.kind, one.family, one.variant, sizes))
     return tuple(found)
 

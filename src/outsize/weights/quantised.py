@@ -12,7 +12,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -63,6 +63,11 @@ class Quantised:
     form: StoredForm
     state: str
     parts: tuple[StoredPart, ...]
+
+
+def holds_states(names: Iterable[str]) -> bool:
+    """Whether any of these names of tensors is that of a state's part."""
+    return any(name.endswith(".absmax") for name in names)
 
 
 class States:
