@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from outsize.app.parts import Part, of_kind
 from outsize.app.site import Site
+from outsize.app.tasks.protocol import Preview, Shown, Table
 from outsize.base.files import file_digest, json_digest
 from outsize.data.batches import Corpus, make_schedule
 from outsize.data.buckets import plan_crops
@@ -24,6 +25,9 @@ from outsize.data.encode import cache_latents, cache_texts, training_texts
 from outsize.data.manifest import Manifest, PictureSet, scan
 from outsize.families.protocol import ImageCodec, TextEncoder
 from outsize.weights.locate import locate_folder
+
+if TYPE_CHECKING:
+    from outsize.recipes.recipe import Recipe
 
 CODE_VERSION = 1  # raise it when the same inputs must lead to other latents or embeddings
 
@@ -80,12 +84,36 @@ def encode_texts(site: Site, encoders: Iterable[TextInputs], texts: Iterable[str
 
 def scan_pictures(site: Site) -> Manifest:
     """The recipe's pictures, all read and hashed."""
-    sets = [PictureSet(**one.model_dump()) for one in site.recipe.pictures.sets]
-    manifest = scan(sets, facts_file=site.stores.cache_folder / "pictures.json")
+    manifest = _scan(site.recipe)
     for warning in manifest.warnings:
         site.progress.say(f"warning: {warning}")
         site.journal.write("warning", what=warning)
     return manifest
+
+
+def preview_pictures(recipe: Recipe, num_samples: int) -> Preview:
+    """Pictures and captions by set; some captions are shown."""
+    manifest = _scan(recipe)
+    by_set = [
+        [one for one in manifest.pictures if one.set_index == number]
+        for number in range(len(manifest.sets))
+    ]
+    rows = tuple(
+        (item.folder.name, str(len(found)), str(len({one.caption for one in found})))
+        for item, found in zip(manifest.sets, by_set, strict=True)
+    )
+    shown = tuple(
+        Shown(f"{one.path}: {one.width} x {one.height}", ((one.caption, False),))
+        for found in by_set
+        for one in found[:num_samples]
+    )
+    table = Table("What is learned from", ("set", "pictures", "captions"), rows)
+    return Preview(table, shown, manifest.warnings)
+
+
+def _scan(recipe: Recipe) -> Manifest:
+    sets = [PictureSet(**one.model_dump()) for one in recipe.pictures.sets]
+    return scan(sets, facts_file=recipe.cache_folder() / "pictures.json")
 
 
 def build_corpus(site: Site) -> Corpus:

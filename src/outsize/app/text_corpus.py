@@ -113,11 +113,18 @@ def read_texts(
 
     Raises: SourceError naming every fault with file and row, and a tokenizer that is another model's.
     """
-    part = parts_of(recipe)[BASE]
-    tokens = open_tokens(part, offline=offline)
+    tokens = open_tokens(parts_of(recipe)[BASE], offline=offline)
+    return packed(recipe, tokens, documents_of(recipe, tokens, cache, progress))
+
+
+def documents_of(
+    recipe: Recipe, tokens: Tokens, cache: ContentCache, progress: OnProgress | None = None
+) -> Documents:
+    """All texts that a recipe names, tokenised. Raises: as read_texts."""
     documents = read_documents(
         recipe.texts, tokens.tokenizer, inputs=tokens.inputs, cache=cache, progress=progress
     )
+    part = parts_of(recipe)[BASE]
     vocabulary = cast("LanguageFamily", part.family).vocabulary(part.variant)
     largest = max((int(one.tokens.max()) for one in documents.files if len(one.tokens)), default=0)
     if largest >= vocabulary:
@@ -125,6 +132,14 @@ def read_texts(
             f"the tokenizer in {tokens.folder} gives token {largest}, but {part.family_name}.{part.variant} has {vocabulary} "
             "of them: it belongs to another model; take the one from the model's own repository"
         )
+    return documents
+
+
+def packed(recipe: Recipe, tokens: Tokens, documents: Documents) -> Texts:
+    """The documents fitted into rows.
+
+    Raises: SourceError when nothing, or by accident everything, would be trained, or a sample is refused for its length.
+    """
     train = recipe.train
     corpus = TextCorpus(documents, seed=train.seed, batch=train.batch, accumulate=train.accumulate)
     return Texts(tokens, documents, corpus)

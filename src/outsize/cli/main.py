@@ -105,7 +105,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Fine-tune image models larger than the card that trains them."""
+    """Fine-tune image and language models larger than the card that trains them."""
 
 
 def _print_error(error: errors.OutsizeError) -> None:

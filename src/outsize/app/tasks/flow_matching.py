@@ -12,6 +12,7 @@ from outsize.app.tasks.protocol import (
     Compared,
     Naming,
     NoWatch,
+    Preview,
     Sampled,
     Table,
     Watch,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from outsize.app.losses import Losses
     from outsize.app.site import Site
     from outsize.app.tasks.protocol import Corpus
+    from outsize.base.progress import Progress
     from outsize.data import batches as data
     from outsize.devices.protocol import Device
     from outsize.layers.model import FrozenModel
@@ -83,6 +85,15 @@ class PictureTask:
             raise SourceError(
                 f"no such folder of pictures: {', '.join(missing)}; put pictures there, or correct data.sets in the recipe"
             )
+
+    def preview(
+        self, recipe: Recipe, num_samples: int, *, offline: bool, progress: Progress
+    ) -> Preview:
+        """Pictures and captions by set."""
+        from outsize.app.encode import preview_pictures
+
+        del offline, progress  # pictures lie on this machine, and are scanned in a moment
+        return preview_pictures(recipe, num_samples)
 
     def corpus(self, site: Site) -> Corpus:
         """Pictures and captions, all encoded and cached."""

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
         Compared,
         Corpus,
         Naming,
+        Preview,
         Sampled,
         Watch,
     )
     from outsize.app.text_corpus import Texts
     from outsize.app.text_losses import TextBatches, TextLosses
+    from outsize.base.progress import Progress
     from outsize.devices.protocol import Device
     from outsize.layers.model import FrozenModel
     from outsize.recipes.recipe import Recipe
@@ -56,6 +58,14 @@ class TextTask:
             raise SourceError(
                 f"no such file or folder of texts: {', '.join(missing)}; put them there, or correct data.sets in the recipe"
             )
+
+    def preview(
+        self, recipe: Recipe, num_samples: int, *, offline: bool, progress: Progress
+    ) -> Preview:
+        """Trained spans, and counts that tell a wrong template."""
+        from outsize.app.text_preview import preview_texts
+
+        return preview_texts(recipe, num_samples, offline=offline, progress=progress)
 
     def corpus(self, site: Site) -> Corpus:
         """All texts, tokenised."""

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outsize.base.catalogue import Catalogue
+from outsize.base.errors import OutsizeError
 from outsize.base.layout import Layout
 
 if TYPE_CHECKING:
     from outsize.adapters.adapter import Adapter
     from outsize.app.site import Site
+    from outsize.base.progress import Progress
     from outsize.devices.protocol import Device
     from outsize.layers.model import FrozenModel
     from outsize.recipes.recipe import Recipe
@@ -100,6 +102,24 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """One sample. spans: its text in pieces, each with whether it is learned."""
+
+    title: str
+    spans: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What would be learned from. fault: why training would refuse it, said after everything was shown."""
+
+    table: Table
+    shown: tuple[Shown, ...]
+    notes: tuple[str, ...] = ()
+    fault: OutsizeError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Naming:
     """What other programs call an adapter's modules. layout: of the files whose names are taken; None: our own names.
 
@@ -140,6 +160,14 @@ class Task(Protocol):
         """Refuse data that is not there, before anything slow begins.
 
         Raises: SourceError naming all of it.
+        """
+
+    def preview(
+        self, recipe: Recipe, num_samples: int, *, offline: bool, progress: Progress
+    ) -> Preview:
+        """What the recipe names, read but not encoded. num_samples: of each set that are shown.
+
+        Raises: SourceError naming every fault in the files.
         """
 
     def corpus(self, site: Site) -> Corpus:
