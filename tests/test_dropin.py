@@ -1,7 +1,7 @@
-"""A plug-in is one file added and none edited: proved by adding four to a copy of the package and running the command.
+"""A plug-in is one file added and none edited: proved by adding five to a copy of the package and running the command.
 
-The files lie in tests/dropin: a format, a base family, a placement and a dialect that this project does not have. A
-copy of the package gets them, each in its folder, and nothing else; then the real command runs from that copy.
+The files lie in tests/dropin: a format, a base family, a language family, a placement and a dialect that this project does
+not have. A copy of the package gets them, each in its folder, and nothing else; then the real command runs from that copy.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from run_support import checkpoint_bytes, environment, write_pictures
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from text_run_support import write_talks
 from tiny import random_tensors, write_tiny_component
+from tiny_tokenizers import write_qwen
 
 import outsize
 from outsize.base.journal import read_journal
@@ -31,6 +34,7 @@ DROPIN = Path(__file__).parent / "dropin"
 PLACES = {
     "absmax8": "formats",
     "pebble": "families",
+    "verse": "families",
     "borrowed": "placement",
     "updown": "dialects",
 }
@@ -120,12 +124,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 def _table() -> Any:
     """The new family's table, from the file itself: this process does not have the family."""
-    spec = importlib.util.spec_from_file_location("pebble", DROPIN / "pebble.py")
+    return _module("pebble").TABLE
+
+
+def _module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, DROPIN / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.TABLE
+    return module
 
 
 def _digests(package: Path) -> dict[str, str]:
@@ -136,8 +144,8 @@ def _digests(package: Path) -> dict[str, str]:
     }
 
 
-def test_four_files_are_added_and_none_is_edited(site: Site) -> None:
-    """What the copy has over the original is the four plug-ins: no list, no registry, no import."""
+def test_five_files_are_added_and_none_is_edited(site: Site) -> None:
+    """What the copy has over the original is the five plug-ins: no list, no registry, no import."""
     original, copy = _digests(Path(outsize.__file__).parent), _digests(site.source / "outsize")
     added = {f"{place}/{name}.py" for name, place in PLACES.items()}
     assert copy.keys() - original.keys() == added
@@ -237,3 +245,36 @@ def test_the_comparison_and_the_exports_are_those_of_the_new_family(site: Site, 
         assert file.metadata()["outsize.base"] == "pebble.tiny"
     assert "no layout of an original checkpoint" in said
     assert not (site.folder / "no.safetensors").exists()
+
+
+def test_a_new_language_family_trains_writes_and_is_exported_in_the_new_format_and_placement(
+    site: Site,
+) -> None:
+    """What is learned from follows from the family's objective: no file had to hear of it."""
+    module, folder = _module("verse"), site.folder / "verse"
+    torch.manual_seed(5)
+    model = module.make(module.plugin.config("tiny")).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    write_qwen(folder)
+    write_talks(site.folder / "talks.jsonl")
+    recipe = site.recipe("verse", kind="borrowed")
+    values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    values["base"] |= {"family": "verse", "source": "verse"}
+    values["data"] = {"sets": [{"path": "talks.jsonl"}], "window": 64}
+    values["compare"] = {"prompts": ["a red cat"], "max_tokens": 4}
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
+    codes, text = site.several(
+        ("recipe", "--new", "verse.tiny"),
+        ("plan", recipe),
+        ("train", recipe, "--device", "cpu"),
+        ("sample", recipe, "-p", "the dog", "--device", "cpu"),
+        ("compare", recipe, "--device", "cpu"),
+        ("export", recipe, "--out", site.folder / "verse-adapter"),
+    )
+    assert codes == [0] * 6, text
+    assert "verse.tiny on" in text
+    assert "Held-out text" in text
+    modules = {spec.module for spec in module.plugin.table("tiny").linears()}
+    keys = load_file(site.folder / "verse-adapter" / "adapter_model.safetensors")
+    assert {name.removeprefix("base_model.model.").split(".lora_")[0] for name in keys} == modules
+    assert "modules are named as in Qwen3ForCausalLM" in text
