@@ -1,10 +1,12 @@
 """What the planner settles of how a step computes, and the rates it knows of a machine."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from outsize.arithmetic.protocol import ARITHMETICS
 from outsize.base.errors import RecipeError
 from outsize.devices._profile import MachineProfile, limited, parse_nvidia_smi, stated
 from outsize.devices._rates import (
@@ -16,7 +18,9 @@ from outsize.devices._rates import (
     stated_rates,
     vendor_of,
 )
-from outsize.plan.compute import arithmetic_fault, choose_arithmetic, may_compile
+from outsize.families.protocol import FAMILIES
+from outsize.plan import planner
+from outsize.plan.compute import arithmetic_fault, choose_arithmetic, may_compile, proven_for
 from outsize.plan.planner import make_plan
 from outsize.recipes.recipe import Recipe
 
@@ -134,6 +138,17 @@ def test_the_arithmetic_left_open_is_the_fastest_that_is_proven_and_there() -> N
     assert chosen("RX 9070 XT", "bf16", "fp8") == "bf16"  # not verified on hardware
 
 
+def test_evidence_names_families_and_arithmetics_that_are_there_and_a_decision() -> None:
+    text = (Path(planner.__file__).parent / "_evidence.toml").read_text(encoding="utf-8")
+    for family, row in tomllib.loads(text).items():
+        assert family in FAMILIES.names()
+        assert set(row["arithmetics"]) <= set(ARITHMETICS.names())
+        decisions = Path(__file__).parent.parent / "docs" / "decisions"
+        assert list(decisions.glob(f"{row['decision']}-*.md"))
+        assert proven_for(family) == tuple(row["arithmetics"])
+    assert proven_for("no such family") == ()
+
+
 def test_an_arithmetic_that_the_card_lacks_is_refused_with_the_reason_and_the_remedy() -> None:
     plan = make_plan(recipe(arithmetic="fp8"), machine("RTX 3090"))
     assert plan.refusal is not None
@@ -166,7 +181,7 @@ def test_blocks_are_compiled_where_that_was_verified_or_asked_for() -> None:
 def test_what_decides_bits_is_told_apart() -> None:
     """A run is resumed only with the same."""
     said = make_plan(recipe(exact=False, compile=False), machine("RTX 4090")).compute.describe()
-    assert said == {"arithmetic": "bf16", "compiles": False, "is_exact": False}
+    assert said == {"arithmetic": "fp8", "compiles": False, "is_exact": False}
 
 
 def test_the_capability_is_read_where_the_driver_tells_it() -> None:

@@ -25,7 +25,13 @@ HERE = MachineProfile(
 
 
 def plan_of(
-    vram_gib: float, ram_gib: float, *, side: int = 512, system: str = "Linux", **placement: object
+    vram_gib: float,
+    ram_gib: float,
+    *,
+    side: int = 512,
+    system: str = "Linux",
+    arithmetic: str = "bf16",
+    **placement: object,
 ) -> Plan:
     """Flux.2-dev, 16.45 GiB of packed blocks."""
     recipe = Recipe.model_validate(
@@ -33,6 +39,7 @@ def plan_of(
             "name": "cat",
             "base": {"family": "flux2", "variant": "dev", "source": "nowhere/nothing"},
             "data": {"resolution": side, "sets": [{"folder": "none"}]},
+            "train": {"arithmetic": arithmetic},
             "placement": placement,
         }
     )
@@ -131,6 +138,16 @@ def test_block_inputs_go_to_host_memory_only_where_the_card_is_too_small_for_the
     assert items["slots of block inputs"] + items["block inputs"] == 4 * each
     assert step_of(small).total("pinned") == items["streamed blocks"] + 55 * each
     assert owned(large)["block inputs"] == 56 * each
+
+
+def test_an_open_arithmetic_gives_way_to_the_compute_type_where_it_needs_too_much() -> None:
+    """Rows on the way to 8 bits take memory that products in bf16 do not."""
+    small, large = (plan_of(size, 64, side=1024, arithmetic="auto") for size in (8, 16))
+    assert small.fits
+    assert small.compute.arithmetic == "bf16"
+    assert "training in fp8 does not fit" in small.compute.why
+    assert large.compute.arithmetic == "fp8"
+    assert not plan_of(8, 64, side=1024, arithmetic="fp8").fits
 
 
 def test_the_recipe_decides_about_block_inputs() -> None:

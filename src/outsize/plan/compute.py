@@ -7,8 +7,10 @@ are known (draft.py), here only whether it may be done.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from outsize.devices._profile import MachineProfile
@@ -40,6 +42,12 @@ class Compute:
             "compiles": self.compiles,
             "is_exact": self.is_exact,
         }
+
+
+def proven_for(family: str) -> tuple[str, ...]:
+    """Arithmetics beside the compute type for which there is evidence that training this family is as good."""
+    text = resources.files("outsize.plan").joinpath("_evidence.toml").read_text(encoding="utf-8")
+    return tuple(tomllib.loads(text).get(family, {}).get("arithmetics", ()))
 
 
 def choose_arithmetic(

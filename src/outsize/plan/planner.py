@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from outsize.base.units import format_bytes, format_seconds
 from outsize.devices._profile import MachineProfile
-from outsize.devices._rates import Rates, rates_of
+from outsize.devices._rates import COMPUTE_TYPE, Rates, rates_of
 from outsize.plan import conditions, seconds
 from outsize.plan.compute import (
     Compute,
@@ -19,9 +19,10 @@ from outsize.plan.compute import (
     choose_arithmetic,
     may_compile,
     may_record,
+    proven_for,
 )
 from outsize.plan.draft import Decision, Outcome, budget_of, decide
-from outsize.plan.names import base_family
+from outsize.plan.names import AUTO
 from outsize.plan.notes import notes
 from outsize.plan.plan import Budget, Choice, Plan, Times
 from outsize.plan.refusal import with_remedy
@@ -74,6 +75,16 @@ class _Situation:
     def choice(self, outcome: Outcome, compute: Compute, why: str) -> Choice:
         step = step_time(self.work, outcome.holding, compute, self.rates)
         return Choice(outcome.holding, outcome.device_bytes, outcome.host_bytes, step, why)
+
+    def best(self, compute: Compute) -> _Draft:
+        """As asked; an arithmetic that was left open gives way to the compute type where it needs too much."""
+        first = self.compiled_or_not(compute)
+        is_open = self.recipe.train.arithmetic == AUTO and compute.arithmetic != COMPUTE_TYPE
+        if first.outcome.fits(self.budget) or not is_open:
+            return first
+        why = f"training in {compute.arithmetic} does not fit"
+        other = self.compiled_or_not(replace(compute, arithmetic=COMPUTE_TYPE, why=why))
+        return other if other.outcome.fits(self.budget) else first
 
     def compiled_or_not(self, compute: Compute) -> _Draft:
         """Compiled where that was asked for, or where it may be, fits, and saves more than it takes."""
@@ -143,7 +154,7 @@ def _draft(
     here = _Situation(recipe, work, budget_of(machine), rates)
     allowed = _compute(recipe, machine, rates, has_triton=has_triton)
     fault = arithmetic_fault(allowed.arithmetic, machine, rates)
-    drafted = here.compiled_or_not(allowed)
+    drafted = here.best(allowed)
     compute, outcome = drafted.compute, drafted.outcome
     chosen = here.choice(outcome, compute, drafted.decision.why)
     return Plan(
@@ -179,8 +190,7 @@ def _draft(
 
 def _compute(recipe: Recipe, machine: MachineProfile, rates: Rates, *, has_triton: bool) -> Compute:
     """What the recipe and the machine say; compiles: that it may be done."""
-    proven = getattr(base_family(recipe.base.family), "proven_arithmetic", ())
-    arithmetic, why = choose_arithmetic(recipe, machine, rates, proven)
+    arithmetic, why = choose_arithmetic(recipe, machine, rates, proven_for(recipe.base.family))
     compiles, why_not = may_compile(machine, has_triton=has_triton, asked=recipe.train.compile)
     if not compiles:
         why = f"{why}; {why_not}"
