@@ -71,6 +71,7 @@ class TorchGpu:
         return peak if self._recorder is None else max(peak, self._recorder.peak_bytes())
 
     def reset_peak(self) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call] # torch's stub; before, there is nothing to reset
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_reserved_bytes(self) -> int:
