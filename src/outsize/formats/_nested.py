@@ -48,9 +48,10 @@ def decode_scales(parts: Mapping[str, Tensor], *, by_bitsandbytes: bool) -> Tens
             codes, nested, table, _BLOCK, torch.float32
         )
     else:
-        centred = (
-            table.index_select(0, codes.int()) * nested.repeat_interleave(_BLOCK)[: len(codes)]
-        )
+        # Compiled, product and sum would become one multiply-add that rounds once, unlike bitsandbytes and unlike the same
+        # code uncompiled. A product in fp64 is exact, so that it is rounded where it is made fp32.
+        units = table.index_select(0, codes.int()).double()
+        centred = (units * nested.repeat_interleave(_BLOCK)[: len(codes)].double()).float()
     return centred + parts["offset"]
 
 
