@@ -19,6 +19,7 @@ from outsize.layers.compiled import BlockCompiler
 from outsize.layers.model import FrozenModel
 from outsize.layers.offload import OffloadedInputs
 from outsize.placement.protocol import PLACEMENTS, Placement, PlacementSettings, Read
+from outsize.plan.sizes import vocabulary_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +77,16 @@ def build_model(
         keeper=OffloadedInputs(device) if is_offloading else None,
         arithmetic=None if training is None else _arithmetic(plan, device),
         make_runner=EagerRunner if training is None else _runners(training, compute, device),
+        on_host=vocabulary_on_host(part, plan),
     )
+
+
+def vocabulary_on_host(part: Part, plan: Plan) -> tuple[str, ...]:
+    """Tensors outside the blocks that the plan leaves in host memory."""
+    holding = plan.holding_of(part.slot)
+    if holding is None or not holding.has_vocabulary_on_host:
+        return ()
+    return vocabulary_tensors(part.family_name, part.variant)
 
 
 def _runners(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outsize.app.models import Training, build_model, place
+from outsize.app.models import Training, build_model, place, vocabulary_on_host
 from outsize.app.parts import BASE, Part
 from outsize.app.prepare import How
 from outsize.app.stages import PREPARE, Stages
@@ -131,7 +131,12 @@ class Site:
             packets, self.plan.holding_of(part.slot), device, read=reader.read_streamed
         )
         try:
-            with Loading(reader, placement, device) as loading:
+            with Loading(
+                reader,
+                placement,
+                device,
+                has_outside_on_host=bool(vocabulary_on_host(part, self.plan)),
+            ) as loading:
                 model = build_model(
                     part,
                     packets,

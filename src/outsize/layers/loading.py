@@ -21,6 +21,7 @@ from torch import Tensor
 from outsize.weights.reading import CheckedRead, StoreReader
 
 if TYPE_CHECKING:
+    from outsize.devices._host import HostBuffer
     from outsize.devices.protocol import Device
     from outsize.layers.model import FrozenModel
     from outsize.weights.packet import Packet
@@ -44,11 +45,22 @@ class Loading:
     """A store on its way into a placement. Use it in a `with` block: leaving it early ends the threads.
 
     Memory: a few buffers of 16 MiB for each thread beside what the placement keeps; one of the largest packet if the
-    placement has no places to give.
+    placement has no places to give. has_outside_on_host: what lies outside the blocks is read into (pinned) host memory, which
+    the model then holds, rather than to the device.
     """
 
-    def __init__(self, reader: StoreReader, placement: Receiver, device: Device) -> None:
+    def __init__(
+        self,
+        reader: StoreReader,
+        placement: Receiver,
+        device: Device,
+        *,
+        has_outside_on_host: bool = False,
+    ) -> None:
         self._reader, self._placement, self._device = reader, placement, device
+        self._outside: HostBuffer | None = None
+        if has_outside_on_host:
+            self._outside = device.host_buffer(reader.store.packet(None).num_bytes)
         self.read_s = self.hash_s = self.copy_s = (
             0.0  # of all threads together; copying: what they waited for it
         )
@@ -84,6 +96,8 @@ class Loading:
             model.load_small_(
                 block, self._reader.store.packet(block), buffer, begin=begin, is_given=True
             )
+        if self._outside is not None:
+            model.keep_until_closed(self._outside)
         left = model.without_weights()
         assert not left, f"no weights for {left[:5]}"
 
@@ -91,8 +105,11 @@ class Loading:
         """Bring the streamed bytes to their place; gives the other bytes, and at which offset of the packet they begin."""
         packet = self._reader.store.packet(block)
         if block is None:
-            whole = torch.empty(
-                packet.num_bytes, dtype=torch.uint8, device=self._device.torch_device
+            target = self._device.torch_device
+            whole = (
+                torch.empty(packet.num_bytes, dtype=torch.uint8, device=target)
+                if self._outside is None
+                else self._outside.tensor[: packet.num_bytes]
             )
             return self._read_checked(None, [whole]), 0
         small = torch.empty(packet.num_bytes - packet.streamed_bytes, dtype=torch.uint8)

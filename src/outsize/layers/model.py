@@ -6,7 +6,7 @@ matrices are the placement's. `loading.py` brings both from the store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -40,6 +40,12 @@ class PacketHolder(Protocol):
     def host_bytes(self) -> int: ...
 
     def close(self) -> None: ...
+
+
+class Lent(Protocol):
+    """Memory that somebody must be given back."""
+
+    def release(self) -> None: ...
 
 
 def freeze_linears_(
@@ -76,7 +82,7 @@ class FrozenModel:
 
     compute: type of the small tensors and of activations. Buffers that the table lists stay fp32. keeper: of block inputs;
     autograd, unless another is given. arithmetic: of products with frozen matrices. make_runner: how each block is run,
-    to compile it.
+    to compile it. on_host: tensors outside the blocks that stay in host memory, whoever reads them there.
     """
 
     def __init__(
@@ -94,7 +100,9 @@ class FrozenModel:
         keeper: InputKeeper | None = None,
         arithmetic: Arithmetic | None = None,
         make_runner: Callable[[nn.Module], BlockRunner] = EagerRunner,
+        on_host: Collection[str] = (),
     ) -> None:
+        self._on_host, self._lent = frozenset(on_host), list[Lent]()
         self.module, self.placement, self.packets = module, placement, packets
         self.keeper: InputKeeper = SavedInputs() if keeper is None else keeper
         self._table, self._device, self._compute = table, device, compute
@@ -155,7 +163,12 @@ class FrozenModel:
         types = {name: self._type_of(name, value) for name, value in small.items()}
         is_kept = is_given and all(value.dtype == types[name] for name, value in small.items())
         for name, value in small.items():
-            self._set(name, value.to(self._device, types[name], copy=not is_kept))
+            place = torch.device("cpu") if name in self._on_host else self._device
+            self._set(name, value.to(place, types[name], copy=not is_kept))
+
+    def keep_until_closed(self, memory: Lent) -> None:
+        """Hold memory that tensors of this model lie in, and give it back when the model is closed."""
+        self._lent.append(memory)
 
     def without_weights(self) -> list[str]:
         """Parameters that were never loaded, the packed ones aside."""
@@ -172,6 +185,9 @@ class FrozenModel:
         self.keeper.close()
         self.placement.close()
         self.module.to("meta")
+        for memory in self._lent:
+            memory.release()
+        self._lent.clear()
 
     def _make_views(
         self, block: int, buffer: Tensor

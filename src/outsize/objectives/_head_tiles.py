@@ -63,8 +63,11 @@ class HeadTiles:
 
     @staticmethod
     def word_bytes(weight: Tensor, rows: Tensor) -> int:
-        """Memory that a tile takes for each word on the device of `rows`: the buffers, and rows in the products' own type."""
-        buffered = 0 if weight.device == rows.device else 2 * weight.element_size()
+        """Memory that a tile takes for each word on the device of `rows`: the buffers, and rows in the products' own type.
+
+        Counted alike wherever the head lies: tiles are then the same, and so are their sums to the last bit.
+        """
+        buffered = 2 * weight.element_size()
         wanted = operand_type(rows)
         return weight.shape[1] * (buffered + (0 if weight.dtype == wanted else wanted.itemsize))
 

@@ -6,6 +6,7 @@ only where the card is too small for them. Looking for a remedy when nothing fit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -178,13 +179,28 @@ class _Drafts:
         return Outcome(holding, (*phases, *work.demand.after(work)))
 
     def _with_inputs(self, holding: Holding, fits: Callable[[Outcome], bool]) -> Outcome:
-        """Block inputs where the recipe says, or (null) in host memory if it does not fit otherwise."""
-        said = self.asked.offload_inputs
-        plain = self.outcome(replace(holding, offloads_inputs=bool(said)))
-        if said is not None or not self.work.has_gpu or fits(plain):
-            return plain
-        away = self.outcome(replace(holding, offloads_inputs=True))
-        return away if away.device_bytes < plain.device_bytes else plain
+        """Vocabulary and block inputs where the recipe says, or (null) in host memory if it does not fit otherwise.
+
+        The vocabulary first: it crosses the bus once a pass, inputs twice.
+        """
+        drafts: list[Outcome] = []
+        for inputs, vocabulary in itertools.product(*self._ways()):
+            held = replace(holding, offloads_inputs=inputs, has_vocabulary_on_host=vocabulary)
+            drafts.append(self.outcome(held))
+            if fits(drafts[-1]):
+                return drafts[-1]
+        return min(drafts, key=lambda one: one.device_bytes)
+
+    def _ways(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Block inputs on the device or in host memory, and the vocabulary, as far as the recipe leaves it open."""
+        said = (self.asked.offload_inputs, self.asked.vocabulary_on_host)
+        has_vocabulary = self.work.num_vocabulary_elements > 0
+        may = (self.work.has_gpu, self.work.has_gpu and has_vocabulary)
+        inputs, vocabulary = (
+            ((False, True) if is_possible else (False,)) if asked is None else (asked,)
+            for asked, is_possible in zip(said, may, strict=True)
+        )
+        return inputs, vocabulary if may[1] else (False,)
 
     def _tiers(self, bare: Outcome, *, keeps: bool) -> tuple[Tier, ...]:
         """A tier for each block. bare: with all of them on disk."""
@@ -256,4 +272,5 @@ def _why_streamed(holding: Holding) -> str:
     }
     told = ", ".join(f"{len(blocks)} {how}" for how, blocks in counts.items() if blocks)
     inputs = "; block inputs wait in host memory" if holding.offloads_inputs else ""
-    return f"all {holding.num_blocks} blocks do not fit; {told}{inputs}"
+    words = "; token table and head stay there" if holding.has_vocabulary_on_host else ""
+    return f"all {holding.num_blocks} blocks do not fit; {told}{inputs}{words}"

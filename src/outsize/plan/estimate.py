@@ -50,14 +50,14 @@ def training_step(work: Work, holding: Holding, compute: Compute | None = None) 
     adapter = work.num_adapter_elements
     items = [
         *blocks(work.base, holding, device),
-        *rest(work.base, size, device, compute),
+        *rest(work.base, size, device, compute, vocabulary=_away(work, holding)),
         *_inputs(work, holding, device, inputs),
         _working_set(work, holding, device, working),
         *_operands(work, device, compute),
         *_recorded(work, device, compute),
         *_adapter(work, device),
         Item("gradients", device, grads * size, "of blocks already done, while inputs remain"),
-        *work.demand.training(work),
+        *work.demand.training(work, holding),
         *context(work),
     ]
     if work.accumulate > 1:
@@ -74,7 +74,7 @@ def training_update(work: Work, holding: Holding) -> Phase:
         "train update",
         (
             *blocks(work.base, holding, device),
-            outside(work.base, work.compute_bytes, device),
+            *outside(work.base, work.compute_bytes, device, vocabulary=_away(work, holding)),
             *_input_buffers(work, holding, device),
             *_adapter(work, device),
             Item("gradients", device, adapter * 4, "of every adapter tensor, fp32"),
@@ -97,7 +97,7 @@ def sampling(work: Work, holding: Holding) -> Phase:
         "sample",
         (
             *blocks(work.base, holding, device),
-            *rest(work.base, size, device),
+            *rest(work.base, size, device, vocabulary=_away(work, holding)),
             Item("working set", device, working * size, f"one block run, {tokens} tokens"),
             *work.demand.sampling(work),
             Item("adapter", device, work.num_adapter_elements * size, "in the compute type"),
@@ -106,6 +106,11 @@ def sampling(work: Work, holding: Holding) -> Phase:
         ),
         holding,
     )
+
+
+def _away(work: Work, holding: Holding) -> int:
+    """Numbers outside the blocks that stay in host memory."""
+    return work.num_vocabulary_elements if holding.has_vocabulary_on_host else 0
 
 
 def _inputs(work: Work, holding: Holding, device: Pool, inputs: int) -> Iterator[Item]:

@@ -170,6 +170,7 @@ def _holding_json(holding: Holding) -> dict[str, Any]:
         "tiers": {tier: len(holding.blocks_in(tier)) for tier in TIERS},
         "keeps_activations": holding.keeps_activations,
         "offloads_inputs": holding.offloads_inputs,
+        "vocabulary_on_host": holding.has_vocabulary_on_host,
     }
 
 

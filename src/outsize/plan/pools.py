@@ -46,7 +46,8 @@ class Holding:
     """How one model's blocks are held: kind names the placement, tiers where each block is kept.
 
     keeps_activations: blocks keep what they compute for backward, instead of running again there. offloads_inputs: the
-    inputs of blocks wait in host memory for backward.
+    inputs of blocks wait in host memory for backward. has_vocabulary_on_host: token table and head of a language base stay
+    in host memory.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Holding:
     tiers: tuple[Tier, ...]
     keeps_activations: bool = False
     offloads_inputs: bool = False
+    has_vocabulary_on_host: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -143,17 +145,25 @@ def blocks(model: ModelSizes, holding: Holding, device: Pool) -> Iterator[Item]:
         yield Item("staging", pinned, staging, "through which blocks reach the device")
 
 
-def outside(model: ModelSizes, size: int, device: Pool) -> Item:
-    """What is no block, in the compute type."""
+def outside(model: ModelSizes, size: int, device: Pool, *, vocabulary: int = 0) -> Iterator[Item]:
+    """What is no block, in the compute type. vocabulary: numbers of it that stay in host memory."""
     why = "embedders, modulation, norms and head, in the compute type"
-    return Item("outside the blocks", device, model.small_elements * size, why)
+    yield Item("outside the blocks", device, (model.small_elements - vocabulary) * size, why)
+    if vocabulary:
+        why = "token table and head, read by rows and tiles"
+        yield Item("vocabulary", "pinned", vocabulary * size, why)
 
 
 def rest(
-    model: ModelSizes, size: int, device: Pool, compute: Compute | None = None
+    model: ModelSizes,
+    size: int,
+    device: Pool,
+    compute: Compute | None = None,
+    *,
+    vocabulary: int = 0,
 ) -> Iterator[Item]:
-    """What is no block, and the matrices that are decoded at a time."""
-    yield outside(model, size, device)
+    """What is no block, and the matrices that are decoded at a time. vocabulary: see outside."""
+    yield from outside(model, size, device, vocabulary=vocabulary)
     count, why = 1, "the largest matrix, decoded"
     if compute is not None and device == "device":
         count, size = SCRATCHES[compute.compiles], operand_bytes(compute.arithmetic)

@@ -28,6 +28,7 @@ _GROUPS = {
         "blocks in ordinary memory",
         "staging",
         "outside the blocks",
+        "vocabulary",
         "decode scratch",
         "codec",
     ),
@@ -177,8 +178,9 @@ def _placement_levers(recipe: Recipe) -> Iterator[list[Change]]:
     caps = ("pinned_bytes", "pageable_bytes")
     if any(getattr(placement, cap) is not None for cap in caps):
         yield [Change(tuple((f"placement.{cap}", None) for cap in caps))]
-    if placement.offload_inputs is not None:
-        yield [Change((("placement.offload_inputs", None),))]
+    for name in ("offload_inputs", "vocabulary_on_host"):
+        if getattr(placement, name) is not None:
+            yield [Change(((f"placement.{name}", None),))]
     if placement.recompute is False:
         yield [Change((("placement.recompute", None),))]
     if placement.slots > 2:

@@ -96,6 +96,17 @@ def model_sizes(
     return _cached_sizes(family, variant, *choices, found=found)
 
 
+def vocabulary_tensors(family: str, variant: str) -> tuple[str, ...]:
+    """Token table and head of a language base, which a step reads a few rows or tiles of; () for others."""
+    found = FAMILIES.load(family)
+    size = found.vocabulary(variant) if hasattr(found, "vocabulary") else 0
+    return tuple(
+        spec.name
+        for spec in found.table(variant)
+        if spec.block is None and len(spec.shape) == 2 and spec.shape[0] == size
+    )
+
+
 def adapter_elements(
     table: ShapeTable, rank: int, roles: Iterable[str]
 ) -> tuple[tuple[int, int], ...]:

@@ -65,6 +65,8 @@ def step_time(work: Work, holding: Holding, compute: Compute, rates: Rates) -> S
     """Seconds of one step under a holding; accumulated passes and the update included."""
     up, down = _block_seconds(work, holding, compute, rates)
     head_s = work.demand.head_flops(work) / _matmul(rates, COMPUTE_TYPE)
+    if holding.has_vocabulary_on_host:  # the head is brought once a pass, and nothing hides it
+        head_s += work.num_vocabulary_elements * work.compute_bytes / rates.bus_bytes_per_s
     arithmetic_s = sum(up) + sum(down)
     num_linears = sum(block.num_linears for block in work.base.blocks)
     passes = 3 if holding.keeps_activations else 4  # up; again; and backward, which counts twice

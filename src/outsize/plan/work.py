@@ -15,7 +15,13 @@ from outsize.base.errors import RecipeError
 from outsize.families.protocol import TrainedFamily
 from outsize.plan.names import OPTIMIZERS, TASKS, base_family, check_names, components_of
 from outsize.plan.pools import Holding, Item, Phase
-from outsize.plan.sizes import Found, ModelSizes, adapter_elements, model_sizes
+from outsize.plan.sizes import (
+    Found,
+    ModelSizes,
+    adapter_elements,
+    model_sizes,
+    vocabulary_tensors,
+)
 from outsize.recipes.recipe import Recipe, rest_format
 
 
@@ -50,7 +56,7 @@ class Demand(Protocol):
     def head_flops(self, work: Work) -> float:
         """Operations of one pass outside the blocks, forward and backward, where they are worth counting; else 0."""
 
-    def training(self, work: Work) -> Iterator[Item]:
+    def training(self, work: Work, holding: Holding) -> Iterator[Item]:
         """What a training step holds beside the base: its batch, and what its loss takes."""
 
     def sampling(self, work: Work) -> Iterator[Item]:
@@ -83,6 +89,7 @@ class Work:
     optimizer: str
     optimizer_bytes: int
     num_checkpoints: int
+    num_vocabulary_elements: int
 
     @property
     def tokens(self) -> int:
@@ -153,7 +160,14 @@ def work_of(
         num_checkpoints=min(
             recipe.checkpoints.keep, math.ceil(recipe.train.steps / recipe.checkpoints.every)
         ),
+        num_vocabulary_elements=_vocabulary_elements(recipe, family),
     )
+
+
+def _vocabulary_elements(recipe: Recipe, family: TrainedFamily) -> int:
+    table = family.table(recipe.base.variant).by_name
+    names = vocabulary_tensors(recipe.base.family, recipe.base.variant)
+    return sum(table[name].num_elements for name in names)
 
 
 def state_bytes(optimizer: str, elements: int) -> int:

@@ -147,6 +147,11 @@ class PlacementChoice(Section):
         description="Keep the blocks' inputs in host memory between the way up and the way down; null: when the card is "
         "too small for them.",
     )
+    vocabulary_on_host: bool | None = Field(
+        default=None,
+        description="Keep token table and head of a language base in host memory, from where rows and tiles are brought; null: "
+        "when the card is too small for them.",
+    )
     recompute: bool | None = Field(
         default=None,
         description="Run resident blocks again for backward instead of keeping what they computed; null: except on a CPU "

@@ -27,6 +27,7 @@ _PIXELS_TOGETHER = 512 * 512
 ENCODE_PLANES, DECODE_PLANES = 6, 10
 _SIDES = (1024, 768, 512, 384, 256)
 _OF_TEXT = (
+    "placement.vocabulary_on_host",
     "evaluate.every",
     "evaluate.rows",
     "compare.max_tokens",
@@ -57,7 +58,7 @@ class PictureDemand:
         """The head is as thin as a latent."""
         return 0.0
 
-    def training(self, work: Work) -> Iterator[Item]:
+    def training(self, work: Work, _holding: Holding) -> Iterator[Item]:
         """Clean latents, noise, their mixture and the prediction in fp32, and embeddings in the compute type."""
         each = 4 * 4 * self.latent_elements + self.condition_elements * work.compute_bytes
         device = compute_pool(work)

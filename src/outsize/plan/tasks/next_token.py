@@ -73,14 +73,16 @@ class TextDemand:
         """The head's matrix is as large as several blocks' are."""
         return HEAD_OPERATIONS * self.tokens * self.width * self.vocabulary
 
-    def training(self, work: Work) -> Iterator[Item]:
+    def training(self, work: Work, holding: Holding) -> Iterator[Item]:
         """The batch, masks, hidden states with their gradient, and a tile of logits."""
         device = compute_pool(work)
         why = "ids, labels, positions and segments"
         yield Item("batch", device, self.tokens * BATCH_BYTES_OF_TOKEN, why)
         hidden = HIDDEN_COPIES * self.tokens * self.width * work.compute_bytes
         yield Item("hidden states", device, hidden, "before the head, of trained tokens, gradients")
-        carried = min(self.tokens, TOKENS_AT_ONCE) * self.width * CARRIED_BYTES
+        # a head that is brought is brought once, for all tokens
+        at_once = self.tokens if holding.has_vocabulary_on_host else TOKENS_AT_ONCE
+        carried = min(self.tokens, at_once) * self.width * CARRIED_BYTES
         pairs = self.tokens * self.vocabulary * (TILE_PAIR_BYTES + work.compute_bytes)
         why = f"a tile of {self.vocabulary} a token, and what is carried on"
         yield Item("logits", device, min(TILE_BYTES, pairs) + carried, why)
