@@ -30,6 +30,7 @@ from outsize.dialects.protocol import (
     JsonFile,
     LoraPair,
     TensorFile,
+    dialect_of,
 )
 from outsize.families.protocol import FAMILIES
 
@@ -216,20 +217,59 @@ def test_every_unknown_missing_and_misshapen_key_of_a_file_is_named_at_once() ->
     assert "layers.0" not in message
 
 
+def spelt_otherwise(pairs: Mapping[str, LoraPair], alphas: Mapping[str, float]) -> TensorFile:
+    tensors = {}
+    for module, p in pairs.items():
+        tensors[f"diffusion_model.{module}.lora_down.weight"] = p.A
+        tensors[f"diffusion_model.{module}.lora_up.weight"] = p.B
+        if module in alphas:
+            tensors[f"diffusion_model.{module}.alpha"] = torch.tensor(alphas[module])
+    return TensorFile(tensors, {})
+
+
 def test_a_file_with_the_other_spelling_and_its_own_alphas_is_read_with_them() -> None:
     """As kohya's tools and others write it: alpha beside each module, scale alpha / rank."""
     p = pair(4, 4, 4)
-    file = TensorFile(
-        {
-            "diffusion_model.layers.0.proj.lora_down.weight": p.A,
-            "diffusion_model.layers.0.proj.lora_up.weight": p.B,
-            "diffusion_model.layers.0.proj.alpha": torch.tensor(2.0),
-        },
-        {},
-    )
+    file = spelt_otherwise({"layers.0.proj": p}, {"layers.0.proj": 2.0})
+    adapter = DIALECTS.load("diffusion_model").read({"x.safetensors": file}, [QKV])
+    assert (adapter.rank, adapter.alpha) == (4, 2.0)
+    assert torch.equal(adapter.pairs["blocks.0.out"].B, p.B)
+
+
+def test_scales_that_differ_between_modules_are_multiplied_into_b() -> None:
+    """A missing alpha is a scale of 1."""
+    ours = {f"layers.{i}.proj": pair(4, 4, 4, i) for i in range(3)}
+    file = spelt_otherwise(ours, {"layers.0.proj": 2.0, "layers.1.proj": 8.0})
     adapter = DIALECTS.load("diffusion_model").read({"x.safetensors": file}, [QKV])
     assert adapter.scale == 1.0
-    assert torch.equal(adapter.pairs["blocks.0.out"].B, p.B / 2)
+    for i, factor in enumerate((0.5, 2.0, 1.0)):
+        assert torch.equal(adapter.pairs[f"blocks.{i}.out"].B, ours[f"layers.{i}.proj"].B * factor)
+
+
+def test_an_alpha_of_a_fused_module_counts_by_the_rank_of_the_whole() -> None:
+    """Rank 6 of a dense qkv, alpha 3: every part is scaled by a half, and so is a plain module of rank 4, alpha 2."""
+    whole = pair(4, 6, 6)
+    file = spelt_otherwise(
+        {"layers.0.qkv": whole, "layers.0.proj": pair(4, 4, 4, 1)},
+        {"layers.0.qkv": 3.0, "layers.0.proj": 2.0},
+    )
+    adapter = DIALECTS.load("diffusion_model").read({"x.safetensors": file}, [QKV])
+    assert adapter.scale == 0.5
+    rows = whole.B.double() @ whole.A.double() / 2
+    assert torch.equal(deltas(adapter)["blocks.0.k"], rows[2:4])
+
+
+def test_a_dialect_is_told_by_the_keys_of_a_file() -> None:
+    for family, variant in TINY:
+        layouts = FAMILIES.load(family).layouts(variant)
+        for name in DIALECTS.names():
+            files = DIALECTS.load(name).write(adapter_for(family, variant), layouts, {})
+            keys = [k for f in files.values() if isinstance(f, TensorFile) for k in f.tensors]
+            told = dialect_of(keys)
+            again = DIALECTS.load(told).read(files, layouts)
+            assert set(again.pairs) == set(adapter_for(family, variant).pairs), (name, told)
+    with pytest.raises(AdapterError, match=r"knows the keys of this file, as in a\.lokr_w1"):
+        dialect_of(["a.lokr_w1", "a.lokr_w2"])
 
 
 def test_a_module_of_theirs_that_the_layout_does_not_know_is_named() -> None:

@@ -75,6 +75,19 @@ def test_a_scale_that_rounds_is_reported_with_its_difference(dialect: str, tmp_p
     assert 0.0 < exported.max_difference <= 4 * largest_A * largest_B * 2**-8
 
 
+@pytest.mark.parametrize("dialect", ["comfyui", "kohya"])
+def test_a_scale_beside_the_factors_rounds_none_of_them(dialect: str, tmp_path: Path) -> None:
+    """Only the scalar is fp32: 1.7 / 4 of a module, 3.4 / 8 of two that are fused."""
+    adapter = adapter_of(alpha=1.7, dtype=torch.bfloat16)
+    exported = export_adapter(adapter, dialect, LAYOUTS, tmp_path / "x.safetensors", FACTS)
+    assert exported.max_difference == 0.0
+    again = DIALECTS.load(dialect).read(read_adapter_files(exported.files), LAYOUTS)
+    assert again.alpha == 1.7
+    with safe_open(exported.files[0], "pt") as file:
+        alphas = sorted(float(file.get_tensor(key)) for key in file.keys() if "alpha" in key)  # noqa: SIM118 - no mapping
+    assert alphas == pytest.approx([1.7, 1.7, 3.4], rel=1e-7)
+
+
 def test_the_difference_of_deltas_is_that_of_the_whole_matrices() -> None:
     before, after = adapter_of(), adapter_of(alpha=3.0)
     other = AdapterWeights({**after.pairs, "blocks.0.q": before.pairs["blocks.0.out"]}, 4, 3.0)
@@ -109,6 +122,10 @@ def test_the_header_states_what_the_adapter_is_and_no_path(dialect: str, tmp_pat
         metadata = file.metadata()
     version = metadata.pop("outsize.version")
     assert version[0].isdigit()
+    theirs = {key: metadata.pop(key) for key in list(metadata) if key.startswith("ss_")}
+    assert theirs == (
+        {"ss_network_dim": "4", "ss_network_alpha": "2"} if dialect == "kohya" else {}
+    )
     assert metadata == {
         "format": "pt",
         "outsize.base": "flux2.dev",
@@ -194,7 +211,9 @@ def test_a_file_that_reads_back_otherwise_is_never_given_out(
         file = real(path)
         if path.suffix != ".json":
             key = next(
-                key for key, tensor in file.tensors.items() if "lora_B" in key and tensor[0, 0]
+                key
+                for key, tensor in file.tensors.items()
+                if ("lora_B" in key or "lora_up" in key) and tensor[0, 0]
             )
             file.tensors[key][0, 0] *= 1.01
         return file

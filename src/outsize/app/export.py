@@ -31,7 +31,8 @@ def export_run(recipe: Recipe, run: RunFolder, dialect: str, target: Path) -> Gi
     Raises: RecipeError when the run has no checkpoint, or one of another adapter than the recipe's; AdapterError as
     `export_adapter` says.
     """
-    tensors = read_checkpoint(trained_checkpoint(recipe, run)).groups["adapter"]
+    checkpoint = read_checkpoint(trained_checkpoint(recipe, run))
+    tensors, identity = checkpoint.groups["adapter"], checkpoint.values["identity"]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
     naming = task_of(recipe).naming(recipe)
     pairs = {
@@ -40,7 +41,13 @@ def export_run(recipe: Recipe, run: RunFolder, dialect: str, target: Path) -> Gi
     }
     adapter = AdapterWeights(pairs, recipe.adapter.rank, recipe.adapter.effective_alpha)
     base = parts_of(recipe)[BASE]
-    metadata = {"base": f"{base.family_name}.{base.variant}", "recipe": recipe.digest()}
+    metadata = {
+        "base": f"{base.family_name}.{base.variant}",
+        "base_key": identity["base"],
+        "recipe": recipe.digest(),
+        "data": identity["manifest"],
+        "step": str(checkpoint.step),
+    }
     if naming.peft_task is not None:
         metadata["task"] = naming.peft_task
     hub_id = None if Path(recipe.base.source).exists() else parse_hub_id(recipe.base.source)

@@ -51,13 +51,15 @@ class Layout:
 
     prefixes: what may stand before every key, tried in order ("" and "model.diffusion_model." say). No rules: the file
     uses our names. lora_names: what an adapter for files of this kind calls its factors A and B, so that every client
-    finds them (some clients read only one of the two spellings under these names).
+    finds them (some clients read only one of the two spellings under these names). lora_module: what kohya's tools, which
+    train on files of this kind, call their own module for adapters; "" where they train none.
     """
 
     name: str
     rules: tuple[Rule, ...] = ()
     prefixes: tuple[str, ...] = ("",)
     lora_names: tuple[str, str] = ("lora_A", "lora_B")
+    lora_module: str = ""
 
     @cached_property
     def _compiled(self) -> tuple[tuple[re.Pattern[str], Rule], ...]:

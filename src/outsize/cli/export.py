@@ -22,7 +22,8 @@ def export(
         str | None,
         typer.Option(
             "--to",
-            help="peft (a folder), diffusion_model (ComfyUI, diffusers) or diffusers; left out: what most programs read.",
+            help="comfyui, kohya, diffusers, diffusion_model (ComfyUI and diffusers) or peft (a folder); left out: what most "
+            "programs read.",
             show_default=False,
         ),
     ] = None,

@@ -19,7 +19,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from outsize.base.layout import Layout, Slab
-from outsize.dialects._factors import refuse_all
+from outsize.dialects._factors import Scaled, refuse_all
 from outsize.dialects.protocol import LoraPair
 
 if TYPE_CHECKING:
@@ -77,6 +77,13 @@ def split(theirs: Mapping[str, LoraPair], layout: Layout) -> dict[str, LoraPair]
             ours.update(_split_pair(pair, slabs))
     refuse_all(faults)
     return ours
+
+
+def split_scaled(found: Scaled, layout: Layout) -> Scaled:
+    """As `split`, for pairs with scales: a part has the scale of the whole."""
+    pairs = split(found.pairs, layout)
+    whole = {module: layout.rule_of(module + _WEIGHT)[1].removesuffix(_WEIGHT) for module in pairs}
+    return Scaled(pairs, {module: found.scales[theirs] for module, theirs in whole.items()})
 
 
 def _edges(slab: Slab) -> tuple[Fraction, Fraction]:

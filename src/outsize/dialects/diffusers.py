@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from outsize.base.layout import Layout
 from outsize.dialects._factors import (
+    adapter_of,
+    num_claimed,
     only_tensor_file,
     read_factors,
-    unscaled_adapter,
     with_baked_scale,
     write_factors,
 )
@@ -43,9 +44,13 @@ class DiffusersDialect:
         files: Mapping[str, AdapterFile],
         layouts: Sequence[Layout],  # noqa: ARG002
     ) -> AdapterWeights:
-        """Give the adapter of one file, with the scale in B and alpha equal to the rank; see the protocol."""
+        """Give the adapter of one file; see the protocol."""
         file = only_tensor_file(files)
-        return unscaled_adapter(read_factors(file.tensors, _PREFIX), file.metadata)
+        return adapter_of(read_factors(file.tensors, _PREFIX), file.metadata)
+
+    def claims(self, keys: Sequence[str]) -> int:
+        """Keys of its kind."""
+        return num_claimed(keys, _PREFIX)
 
 
 plugin = DiffusersDialect()

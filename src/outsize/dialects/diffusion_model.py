@@ -11,24 +11,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outsize.base.errors import AdapterError
 from outsize.base.layout import Layout
 from outsize.dialects._factors import (
+    adapter_of,
+    num_claimed,
     only_tensor_file,
+    original_layout,
     read_factors,
-    unscaled_adapter,
+    tensor_file,
     with_baked_scale,
     write_factors,
 )
-from outsize.dialects._fuse import fuse, split
-from outsize.dialects.protocol import AdapterFile, AdapterWeights, TensorFile
+from outsize.dialects._fuse import fuse, split_scaled
+from outsize.dialects.protocol import AdapterFile, AdapterWeights
 
 _PREFIX = "diffusion_model."
 
 
 @dataclass(frozen=True, slots=True)
 class DiffusionModelDialect:
-    """ComfyUI's generic keys."""
+    """ComfyUI's generic keys, the scale in B."""
 
     is_folder: bool = False
 
@@ -36,27 +38,19 @@ class DiffusionModelDialect:
         self, adapter: AdapterWeights, layouts: Sequence[Layout], metadata: Mapping[str, str]
     ) -> dict[str, AdapterFile]:
         """Give one file; see the protocol."""
-        layout = _original(layouts)
+        layout = original_layout(layouts)
         fused = fuse(with_baked_scale(adapter), layout)
-        tensors = write_factors(fused, _PREFIX, layout.lora_names)
-        return {"adapter.safetensors": TensorFile(tensors, dict(metadata))}
+        return tensor_file(write_factors(fused, _PREFIX, layout.lora_names), metadata)
 
     def read(self, files: Mapping[str, AdapterFile], layouts: Sequence[Layout]) -> AdapterWeights:
-        """Give the adapter of one file, with the scale in B and alpha equal to the rank; see the protocol."""
+        """Give the adapter of one file; see the protocol."""
         file = only_tensor_file(files)
-        pairs = split(read_factors(file.tensors, _PREFIX), _original(layouts))
-        return unscaled_adapter(pairs, file.metadata)
+        found = split_scaled(read_factors(file.tensors, _PREFIX), original_layout(layouts))
+        return adapter_of(found, file.metadata)
 
-
-def _original(layouts: Sequence[Layout]) -> Layout:
-    for layout in layouts:
-        if layout.rules:
-            return layout
-    names = ", ".join(layout.name for layout in layouts) or "none"
-    raise AdapterError(
-        f"this family has no layout of an original checkpoint (layouts: {names}), so there are no names for "
-        f"`{_PREFIX}` keys; export to peft or diffusers instead"
-    )
+    def claims(self, keys: Sequence[str]) -> int:
+        """Keys of its kind."""
+        return num_claimed(keys, _PREFIX)
 
 
 plugin = DiffusionModelDialect()

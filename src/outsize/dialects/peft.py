@@ -15,7 +15,7 @@ from typing import Any
 
 from outsize.base.errors import AdapterError
 from outsize.base.layout import Layout
-from outsize.dialects._factors import read_factors, scaled, write_factors
+from outsize.dialects._factors import num_claimed, read_factors, scaled, write_factors
 from outsize.dialects.protocol import AdapterFile, AdapterWeights, JsonFile, LoraPair, TensorFile
 
 _PREFIX = "base_model.model."
@@ -53,7 +53,8 @@ class PeftDialect:
                 f"a PEFT adapter is {_TENSORS} and {_CONFIG}; got {', '.join(sorted(files))}"
             )
         rank, alpha = _plain_lora(config.value)
-        pairs = read_factors(tensors.tensors, _PREFIX)
+        found = read_factors(tensors.tensors, _PREFIX)
+        pairs = {name: scaled(pair, found.scales[name]) for name, pair in found.pairs.items()}
         return AdapterWeights(
             {
                 module: _rescaled(module, pair, config.value, alpha / rank)
@@ -62,6 +63,10 @@ class PeftDialect:
             rank,
             alpha,
         )
+
+    def claims(self, keys: Sequence[str]) -> int:
+        """Keys of its kind."""
+        return num_claimed(keys, _PREFIX)
 
 
 def _config(adapter: AdapterWeights, metadata: Mapping[str, str]) -> dict[str, Any]:

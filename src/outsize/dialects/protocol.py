@@ -116,3 +116,29 @@ class Dialect(Protocol):
 
         Raises: AdapterError naming all keys that are unknown, missing or misshapen.
         """
+
+
+class Claiming(Protocol):
+    """A dialect whose files can be told by their keys, so that nobody has to say which it is; the others are asked for."""
+
+    def claims(self, keys: Sequence[str]) -> int:
+        """How many of the keys of a file's tensors are of its kind."""
+
+
+def dialect_of(keys: Sequence[str]) -> str:
+    """The dialect that most keys of a file are of; where several read the same files, the first by name.
+
+    Raises: AdapterError showing some keys, when no dialect knows any.
+    """
+    counts = {}
+    for name in DIALECTS.names():
+        claims = getattr(DIALECTS.load(name), "claims", None)
+        counts[name] = 0 if claims is None else claims(keys)
+    best = max(counts, key=lambda name: counts[name])
+    if not counts[best]:
+        shown = ", ".join(sorted(keys)[:3]) or "none"
+        raise AdapterError(
+            f"no dialect ({', '.join(counts)}) knows the keys of this file, as in {shown}; low-rank pairs are read, "
+            "LoKr, LoHa and whole weights are not"
+        )
+    return best

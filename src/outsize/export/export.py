@@ -31,7 +31,7 @@ from outsize.dialects.protocol import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-METADATA_KEYS = ("base", "source", "recipe", "task")
+METADATA_KEYS = ("base", "source", "recipe", "task", "base_key", "data", "step")
 _CHUNK_ELEMENTS = 2**22  # of a delta compared at a time: 32 MB in float64
 # A hub id, a name with a variant, a digest: at most one slash inside, and nothing that could lead into a file system.
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)?")
@@ -62,8 +62,9 @@ def export_adapter(
     """Write an adapter in a dialect, whole or not at all, and prove that it reads back with the same deltas.
 
     target: a .safetensors file (replaced if it is there), or for a dialect of folders a folder that is not there yet.
-    metadata: "base" (family.variant) and, where known, "source" (hub id of the base), "recipe" (its digest) and "task"
-    (PEFT's word for what the base is used for); names only, never a path. Tensors keep their dtype: cast before for a smaller file.
+    metadata: "base" (family.variant) and, where known, "source" (hub id of the base), "base_key" (digest of what it was
+    prepared from, and how), "recipe" and "data" (their digests), "step" (updates) and "task" (PEFT's word for what the base
+    is used for); names only, never a path. Tensors keep their dtype: cast before for a smaller file.
     Raises: AdapterError when a tensor is not finite, every delta is zero, a target or metadata value does not suit, the
     layouts do not cover a module, or the files do not read back as the adapter; RecipeError for an unknown dialect.
     """
@@ -120,8 +121,8 @@ def _header(
     )
     if unknown or unfit or "base" not in metadata:
         raise AdapterError(
-            f"an exported file states 'base' and may state 'source', 'recipe' and 'task', each a plain name, since it is given "
-            f"to others: unknown {unknown}, not a name {unfit}"
+            f"an exported file states 'base' and may state {', '.join(METADATA_KEYS[1:])}, each a plain name, since it is "
+            f"given to others: unknown {unknown}, not a name {unfit}"
         )
     facts = {key: metadata[key] for key in METADATA_KEYS if key in metadata} | {
         "dialect": dialect_name,

@@ -37,6 +37,7 @@ SINGLE_FILE = Layout(
     prefixes=_bfl.PREFIXES,
     # for this generation diffusers reads an adapter under these names only in the older spelling
     lora_names=("lora_down", "lora_up"),
+    lora_module="networks.lora_flux",
     rules=(
         *_bfl.modules(
             {

@@ -18,6 +18,7 @@ _WEIGHT = ("weight",)
 SINGLE_FILE = Layout(
     "bfl",
     prefixes=_bfl.PREFIXES,
+    lora_module="networks.lora_flux_2",
     rules=(
         *_bfl.modules(
             {
