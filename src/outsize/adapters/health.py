@@ -56,11 +56,11 @@ def require_finite(
     norm: float,
     grads: Mapping[str, Tensor | None],
     step: int,
-    pictures_of: Callable[[int], list[str]],
+    names_of: Callable[[int], list[str]],
 ) -> None:
     """Refuse an update by a loss or gradient that is no number.
 
-    Raises: NotFinite naming the loss, or the first tensors whose gradients are not finite, and the step's pictures.
+    Raises: NotFinite naming the loss, or the first tensors whose gradients are not finite, and what the step drew.
     """
     if math.isfinite(loss) and math.isfinite(norm):
         return
@@ -75,7 +75,7 @@ def require_finite(
         )
     raise NotFinite(
         f"{what}; the adapter was not updated and the last checkpoint is good. Lower learning_rate or set clip_norm, or "
-        f"look at the step's pictures: {', '.join(pictures_of(step))}"
+        f"look at what the step learned from: {', '.join(names_of(step))}"
     )
 
 

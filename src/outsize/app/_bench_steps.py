@@ -115,7 +115,7 @@ class CaseRun:
                 update=self._loaded.update,
                 begin_step=lambda: self._loaded.model.begin("train"),
                 losses=self._micro_batches(),
-                pictures_of=lambda step: [f"the random pictures of step {step}"],
+                names_of=lambda step: [f"the random pictures of step {step}"],
                 requests=Requests(run),
                 journal=journal,
                 checkpoints=run.checkpoints,

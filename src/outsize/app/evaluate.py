@@ -6,6 +6,7 @@ their adapter once and for all, give both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -93,10 +94,10 @@ class TextWatch:
         self._tell("adapter", step, found)
 
     def _tell(self, what: str, step: int, found: Nats) -> None:
-        self._site.journal.write(
-            "evaluated", what=what, step=step, loss=found.mean, perplexity=found.perplexity,
-            tokens=found.num_tokens,
-        )  # fmt: skip
+        figures = {"loss": found.mean, "perplexity": found.perplexity}
+        # JSON has no infinity
+        kept = {name: one if math.isfinite(one) else None for name, one in figures.items()}
+        self._site.journal.write("evaluated", what=what, step=step, tokens=found.num_tokens, **kept)
         self._site.progress.say(
             f"step {step}: held-out loss of the {what} {found.mean:.4f}, perplexity {found.perplexity:.2f}"
         )

@@ -18,6 +18,7 @@ from outsize.app.parts import BASE, Part
 from outsize.app.prepare import How
 from outsize.app.stages import PREPARE, Stages
 from outsize.app.stores import Stores
+from outsize.app.tasks.protocol import task_of
 from outsize.base.errors import MachineFault
 from outsize.base.files import write_json_atomically
 from outsize.base.journal import Journal
@@ -222,10 +223,11 @@ def open_site(
                 waypoints=waypoints or Waypoints(),
             )
         except torch.OutOfMemoryError as error:
+            smaller = task_of(recipe).smaller
             raise MachineFault(
                 f"{device.name} ran out of memory with {format_bytes(device.peak_bytes())} in use; the plan said "
                 f"{format_bytes(plan.peak.device_bytes)}. Close other programs on the card, or lower "
-                "data.resolution or train.batch; what was saved can be resumed"
+                f"{smaller} or train.batch; what was saved can be resumed"
             ) from error
         finally:
             journal.close()

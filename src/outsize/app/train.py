@@ -101,7 +101,7 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
             update=update,
             begin_step=lambda: model.begin("train"),
             losses=task.losses(recipe, site.device, model, corpus),
-            pictures_of=corpus.names_of,
+            names_of=corpus.names_of,
             requests=requests,
             journal=site.journal,
             checkpoints=run.checkpoints,

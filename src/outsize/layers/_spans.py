@@ -198,7 +198,7 @@ class HostMemory:
             buffer.release()
             raise MachineFault(
                 f"{buffer.why_not_pinned}, with {format_bytes(self.num_bytes)} pinned for block inputs so far; a copy to "
-                "ordinary memory would stop every block. Close what else pins memory, lower data.resolution or train.batch, "
+                "ordinary memory would stop every block. Close what else pins memory, lower data.resolution, data.window or train.batch, "
                 "or keep block inputs on the device"
             )
         return buffer

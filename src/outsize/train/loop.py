@@ -75,14 +75,14 @@ class Loop:
     """One run's training.
 
     begin_step: tells the placement that a step begins. losses: the loss of one micro-batch (step, place), with its
-    graph. pictures_of: what a step learns from, to name it when it fails. identity: JSON that a checkpoint must share with the run that resumes it. watch: sees every report.
+    graph. names_of: what a step learns from, to name it when it fails. identity: JSON that a checkpoint must share with the run that resumes it. watch: sees every report.
     """
 
     settings: LoopSettings
     update: Update
     begin_step: Callable[[], None]
     losses: MicroBatches
-    pictures_of: Callable[[int], list[str]]
+    names_of: Callable[[int], list[str]]
     requests: Requests
     journal: Journal
     checkpoints: Path
@@ -117,7 +117,7 @@ class Loop:
             self.losses.prepare(step + 1, 0)  # while the device is still at this step
         # one wait for the device: loss and norm come together
         loss_value, norm_value = torch.stack([torch.stack(losses).sum(), norm.float()]).tolist()
-        require_finite(loss_value, norm_value, self.update.grads(), step, self.pictures_of)
+        require_finite(loss_value, norm_value, self.update.grads(), step, self.names_of)
         for name in health.look(self.update.grads()):
             self.journal.write("warning", step=step, what="no gradient", tensor=name)
         if self.settings.clip_norm is not None:
