@@ -13,10 +13,10 @@ import torch
 from run_support import command, environment, write_recipe
 
 from outsize.app._bench_cases import case_recipes
-from outsize.app._bench_meter import MeteredPlacement
 from outsize.app._bench_steps import Timing
 from outsize.app._bench_weights import RandomBatches, RandomWeights, packets_of
 from outsize.app.bench import Bench
+from outsize.app.meter import MeteredPlacement
 from outsize.app.parts import BASE, parts_of
 from outsize.app.planning import machine_here, plan_for
 from outsize.base.errors import RecipeError

@@ -19,7 +19,7 @@ from outsize.runs.requests import Requests
 from outsize.train.loop import Loop, StepReport
 
 if TYPE_CHECKING:
-    from outsize.app._bench_meter import MeteredPlacement
+    from outsize.app.meter import MeteredPlacement
     from outsize.devices.protocol import Device
     from outsize.layers.model import FrozenModel
     from outsize.plan.plan import Plan

@@ -3,7 +3,7 @@
 What is not the product's: weights and batches come from `_bench_weights.py`, nothing is saved, and the device is waited
 for after every step, so that each step has its own time. The first steps are apart: the first compiles and fills caches,
 a few more look at every gradient (adapters/health.py). Then come the timed ones, whose median counts, and, where blocks
-are copied, two more with a stopwatch around every wait for a copy (`_bench_meter.py`).
+are copied, two more with a stopwatch around every wait for a copy (`meter.py`).
 
 Overlap: the share of copy time that was hidden behind computing is 1 - waited / copied. `waited` is the time in which
 computing had nothing to do but wait for a block; `copied` is the bytes copied in a step over the rate of a large copy
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from outsize.app._bench_meter import MeteredPlacement
 from outsize.app._bench_steps import CaseRun, Loaded, Steps, Timing
 from outsize.app._bench_weights import disk_reader, fill_, packets_of
+from outsize.app.meter import MeteredPlacement
 from outsize.app.models import Training, build_model, place
 from outsize.app.parts import BASE, parts_of
 from outsize.app.train import attach_adapter, make_update

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outsize.adapters.adapter import Adapter, AdapterShape, delta_norms
 from outsize.adapters.health import WATCHED_UPDATES, as_fp32, require_delta
+from outsize.app.meter import MemoryMeter, MeteredPlacement, StepMeter
 from outsize.app.models import Training
 from outsize.app.parts import BASE
 from outsize.app.site import Site
@@ -20,6 +21,7 @@ from outsize.app.tasks.protocol import Table, Task, task_of
 from outsize.app.trained import adapter_identity, trained_checkpoint
 from outsize.base.errors import RecipeError
 from outsize.base.files import write_json_atomically
+from outsize.base.provenance import provenance
 from outsize.layers.model import FrozenModel
 from outsize.plan.names import base_family
 from outsize.runs.checkpoint import newest_checkpoint, read_checkpoint
@@ -87,13 +89,17 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
     }
     training = Training(site.stores.cache_folder / "compiled")
     with adapted(site, training) as (model, adapter, initial):
+        # now that all libraries are there
+        site.journal.write("identity", recipe=recipe.digest(), **identity, **provenance())
         update = make_update(recipe, adapter, initial)
         pace, measured = _Pace(site), task.watch(site, model, adapter, corpus)
 
+        memory = MemoryMeter(site.device, site.journal)
+
         def seen(report: StepReport) -> None:
             pace.see(report)
+            memory.see(report.step)
             watch(report)
-            measured.see(report)
 
         requests = Requests(run)
         loop = Loop(
@@ -107,6 +113,8 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
             checkpoints=run.checkpoints,
             identity=identity,
             watch=seen,
+            between=measured.see,
+            clock=_clock(site, model),
         )
         resumed_at = _resume(site, run, loop, identity, task)
         # now that it is known to go with the checkpoints
@@ -153,6 +161,16 @@ class _Pace:
             # stages before this one, but for the base's own, made or looked up what a later start finds
             made_s = sum(one.seconds for one in site.stages.finished if one.name != f"load {BASE}")
             self.boot_s = site.waypoints.seconds - made_s
+
+
+def _clock(site: Site, model: FrozenModel) -> StepMeter:
+    """What splits the steps' seconds; its stopwatch lies before the placement, where that copies anything."""
+    holding = site.plan.holding_of(BASE)
+    if holding is None or not holding.num_streamed:
+        return StepMeter(site.device, None)
+    metered = MeteredPlacement(model.placement, site.device)
+    model.placement = metered
+    return StepMeter(site.device, metered)
 
 
 def _computed_by(site: Site) -> str:

@@ -48,7 +48,9 @@ class TrainChoice(Section):
     """How it is trained."""
 
     steps: Count = Field(default=1000, description="Updates of the adapter.")
-    batch: Count = Field(default=1, description="Pictures, or rows of text, per pass over the blocks.")
+    batch: Count = Field(
+        default=1, description="Pictures, or rows of text, per pass over the blocks."
+    )
     accumulate: Count = Field(default=1, description="Passes averaged into one update.")
     optimizer: Text = Field(
         default="adamw", description="adamw (fp32 state) or adamw8bit (a quarter of the state)."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -59,8 +59,40 @@ class MicroBatches(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """Seconds of one step, which add up to all of it.
+
+    compute_s: the device had work; copy_wait_s: it waited for a block to be copied; host_s: it had nothing queued.
+    """
+
+    compute_s: float
+    copy_wait_s: float
+    host_s: float
+
+    def to_json(self) -> dict[str, float]:
+        """As JSON values, for the journal."""
+        return {name: round(value, 5) for name, value in asdict(self).items()}
+
+
+class StepClock(Protocol):
+    """Tells where a step's seconds went. It waits for nothing."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def queued(self) -> None:
+        """All work up to the gradients is queued."""
+
+    def updating(self) -> None:
+        """That work is done, and nothing is queued; the update comes next."""
+
+    def split(self, seconds: float) -> Split:
+        """The update is queued as well. seconds: of the whole step."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
-    """What is known after one update. seconds: the whole step, checkpoints left out."""
+    """What is known after one update. seconds: the whole step, checkpoints left out; split: None: not measured."""
 
     step: int
     num_steps: int
@@ -68,6 +100,7 @@ class StepReport:
     grad_norm: float
     learning_rate: float
     seconds: float
+    split: Split | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +109,8 @@ class Loop:
 
     begin_step: tells the placement that a step begins. losses: the loss of one micro-batch (step, place), with its
     graph. names_of: what a step learns from, to name it when it fails. identity: JSON that a checkpoint must share with the run that resumes it. watch: sees every report.
+    between: called after each step, once what has to be saved is saved, unless the run stops there. clock: None: where a
+    step's seconds go is not measured.
     """
 
     settings: LoopSettings
@@ -88,23 +123,29 @@ class Loop:
     checkpoints: Path
     identity: Mapping[str, Any]
     watch: Callable[[StepReport], None]
+    between: Callable[[StepReport], None] | None = None
+    clock: StepClock | None = None
     start: int = 0
 
     def run(self) -> Outcome:
         """Train from `start` to the last step, or until asked to stop; both end with a checkpoint."""
         health = HealthWatch()
         for step in range(self.start, self.settings.num_steps):
-            self._step(step, health)
+            report = self._step(step, health)
             request = self.requests.look()
             is_last = step + 1 == self.settings.num_steps
             if request or is_last or (step + 1) % self.settings.checkpoint_every == 0:
                 self.save(step + 1, "schedule" if request is None else request[1])
             if request and request[0] == "stop" and not is_last:
                 return "stopped"
+            if self.between is not None:
+                self.between(report)
         return "completed"
 
-    def _step(self, step: int, health: HealthWatch) -> None:
+    def _step(self, step: int, health: HealthWatch) -> StepReport:
         started = time.perf_counter()
+        if self.clock is not None:
+            self.clock.begin()
         self.begin_step()
         losses = []
         for place in range(self.settings.accumulate):
@@ -115,24 +156,37 @@ class Loop:
         norm = self.update.grad_norm()
         if step + 1 < self.settings.num_steps:
             self.losses.prepare(step + 1, 0)  # while the device is still at this step
-        # one wait for the device: loss and norm come together
-        loss_value, norm_value = torch.stack([torch.stack(losses).sum(), norm.float()]).tolist()
+        loss_value, norm_value = self._waited_for(torch.stack(losses).sum(), norm)
         require_finite(loss_value, norm_value, self.update.grads(), step, self.names_of)
         for name in health.look(self.update.grads()):
             self.journal.write("warning", step=step, what="no gradient", tensor=name)
+        if self.clock is not None:
+            self.clock.updating()
         if self.settings.clip_norm is not None:
             self.update.clip_(self.settings.clip_norm, norm)
         rate = self.settings.rate_at(step)
         self.update.step_(rate)
-        seconds = time.perf_counter() - started
-        report = StepReport(
-            step + 1, self.settings.num_steps, loss_value, norm_value, rate, seconds
-        )
+        return self._report(step, loss_value, norm_value, rate, time.perf_counter() - started)
+
+    def _waited_for(self, loss: Tensor, norm: Tensor) -> list[float]:
+        """Loss and norm: the one wait of a step for the device, so they come together."""
+        both = torch.stack([loss, norm.float()])
+        if self.clock is not None:
+            self.clock.queued()
+        found: list[float] = both.tolist()
+        return found
+
+    def _report(
+        self, step: int, loss: float, norm: float, rate: float, seconds: float
+    ) -> StepReport:
+        split = None if self.clock is None else self.clock.split(seconds)
+        report = StepReport(step + 1, self.settings.num_steps, loss, norm, rate, seconds, split)
         self.journal.write(
-            "step", step=report.step, loss=loss_value, grad_norm=norm_value, learning_rate=rate,
-            seconds=round(seconds, 4),
+            "step", step=report.step, loss=loss, grad_norm=norm, learning_rate=rate,
+            seconds=round(seconds, 4), **({} if split is None else split.to_json()),
         )  # fmt: skip
         self.watch(report)
+        return report
 
     def save(self, step: int, reason: str) -> None:
         """Write a checkpoint of `step` finished updates."""
