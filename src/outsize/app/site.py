@@ -18,7 +18,6 @@ from outsize.app.parts import BASE, Part
 from outsize.app.prepare import How
 from outsize.app.stages import PREPARE, Stages
 from outsize.app.stores import Stores
-from outsize.app.tasks.protocol import task_of
 from outsize.base.errors import MachineFault
 from outsize.base.files import write_json_atomically
 from outsize.base.journal import Journal
@@ -29,6 +28,7 @@ from outsize.data.cache import ContentCache
 from outsize.layers.loading import Loading
 from outsize.layers.model import FrozenModel
 from outsize.placement.protocol import Placement, report_of
+from outsize.plan.names import TASKS, base_family
 from outsize.runs.checkpoint import all_checkpoints
 from outsize.runs.folder import RunFolder
 from outsize.weights.budget import trim_heap
@@ -223,7 +223,7 @@ def open_site(
                 waypoints=waypoints or Waypoints(),
             )
         except torch.OutOfMemoryError as error:
-            smaller = task_of(recipe).smaller
+            smaller = TASKS.load(base_family(recipe.base.family).objective).size
             raise MachineFault(
                 f"{device.name} ran out of memory with {format_bytes(device.peak_bytes())} in use; the plan said "
                 f"{format_bytes(plan.peak.device_bytes)}. Close other programs on the card, or lower "

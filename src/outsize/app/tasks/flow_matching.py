@@ -57,7 +57,6 @@ class PictureTask:
 
     noun: str = "the pictures or captions"
     dialect: str = "diffusion_model"
-    smaller: str = "data.resolution"
 
     def naming(self, _recipe: Recipe) -> Naming:
         """Dialects find names by layouts."""

@@ -37,7 +37,6 @@ class TextTask:
 
     noun: str = "the texts"
     dialect: str = "peft"
-    smaller: str = "data.window"
 
     def naming(self, recipe: Recipe) -> Naming:
         """As the class that transformers and vLLM make of the source: its modules may lie deeper than ours."""

@@ -150,10 +150,6 @@ class Task(Protocol):
         """What programs that run the recipe's base call its modules."""
 
     @property
-    def smaller(self) -> str:
-        """Which number of a recipe makes its samples smaller, by dotted name."""
-
-    @property
     def noun(self) -> str:
         """What is learned from, as in "the pictures or captions changed since"."""
 

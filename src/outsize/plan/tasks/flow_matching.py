@@ -122,6 +122,11 @@ class PicturePlan:
         return PictureChoice
 
     @property
+    def size(self) -> str:
+        """Pixels of a side."""
+        return "data.resolution"
+
+    @property
     def example(self) -> dict[str, str]:
         """One folder."""
         return {"data.sets.folder": "pictures"}

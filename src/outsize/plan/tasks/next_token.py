@@ -144,6 +144,11 @@ class TextPlan:
         return TextChoice
 
     @property
+    def size(self) -> str:
+        """Tokens of a row."""
+        return "data.window"
+
+    @property
     def example(self) -> dict[str, str]:
         """One file."""
         return {"data.sets.path": "conversations.jsonl"}

@@ -28,6 +28,10 @@ class PlanTask(Protocol):
     def example(self) -> Mapping[str, str]:
         """What a first recipe says of its data, by dotted name: all that must be said."""
 
+    @property
+    def size(self) -> str:
+        """The number of a recipe that makes its samples large or small, by dotted name."""
+
     def faults(self, recipe: Recipe) -> Iterator[Fault]:
         """What of a recipe says something that this task has no use for; data of another kind first of all."""
 
