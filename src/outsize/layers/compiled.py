@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from outsize.layers._code import KeptCode, lift_constants_
 from outsize.layers._merging import merge_equal_
 from outsize.layers._signature import signature_of
 from outsize.layers._state import BlockState
@@ -32,8 +33,6 @@ from outsize.layers.recorded import Arena, RecordedGraph
 
 if TYPE_CHECKING:
     from outsize.devices.protocol import Recorder
-
-_CHECKS = ("size_asserts", "alignment_asserts")  # of inductor, around every operation
 
 # From a graph and example arguments to what runs it: arguments in, list of results out.
 CompileGraph = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
@@ -58,7 +57,7 @@ class BlockCompiler:
         # read by inductor and Triton when they are first used
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         os.environ["TRITON_CACHE_DIR"] = str(cache / "triton")
-        self._compile = _by_inductor if compile_graph is None else compile_graph
+        self._compile = compile_graph or KeptCode(cache / "graphs")
         self._recorder, self._arena = recorder, Arena()
         self._graphs: dict[Any, Graph] = {}
         self._kinds: dict[Any, int] = {}
@@ -81,7 +80,9 @@ class BlockCompiler:
         """The graph of a key, traced and compiled if it is new."""
         if key not in self._graphs:
             traced, examples, places = trace()
-            self._graphs[key] = Graph(self._launched(self._compile(traced, examples)), places)
+            constants = lift_constants_(traced)
+            run = self._compile(traced, [*examples, *constants])
+            self._graphs[key] = Graph(self._launched(run, constants), places)
         return self._graphs[key]
 
     def close(self) -> None:
@@ -89,10 +90,13 @@ class BlockCompiler:
         self._graphs.clear()
         self._arena.clear()
 
-    def _launched(self, run: Callable[..., Sequence[Tensor]]) -> Launch:
+    def _launched(self, run: Callable[..., Sequence[Tensor]], constants: list[Tensor]) -> Launch:
+        def whole(*args: Tensor) -> Sequence[Tensor]:
+            return run(*args, *constants)
+
         if self._recorder is None:
-            return lambda args, _is_fixed: run(*args)
-        return RecordedGraph(run, self._recorder, self._arena)
+            return lambda args, _is_fixed: whole(*args)
+        return RecordedGraph(whole, self._recorder, self._arena)
 
 
 class Graph:
@@ -230,21 +234,6 @@ def _traced(run: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> tor
     merge_equal_(graph.graph)
     graph.recompile()
     return graph
-
-
-def _by_inductor(
-    graph: torch.fx.GraphModule, examples: list[Tensor]
-) -> Callable[..., Sequence[Tensor]]:
-    import torch._inductor as inductor
-    import torch._inductor.config as settings
-
-    # a graph is only ever given what its key describes; checking it again costs launches' time
-    options = {name: False for name in _CHECKS if hasattr(settings, name)}
-    with torch.no_grad():
-        compiled: Callable[..., Sequence[Tensor]] = inductor.compile(
-            graph, [one.detach() for one in examples], options=options
-        )
-    return compiled
 
 
 def _shapes(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
