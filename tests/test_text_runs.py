@@ -315,3 +315,28 @@ def test_compare_puts_base_and_adapter_side_by_side(trained: dict[str, Path]) ->
     assert told.returncode == 0, told.stderr
     rows = json.loads((folder.parent / "002" / "compare.json").read_text(encoding="utf-8"))["texts"]
     assert rows[0]["prompt"].endswith("<|im_start|>assistant\n")
+
+
+def test_a_run_writes_without_the_texts_that_it_learned_from(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
+    """The adapter is what was wanted of them; what is taken for granted instead is said, and comes to the same words."""
+    recipe = trained["mistral3"]
+    talks, said = recipe.parent / "talks.jsonl", []
+    samples = recipe.parent / "runs" / "run" / "samples"
+    for is_there in (True, False):
+        if not is_there:
+            talks.rename(tmp_path / "talks.jsonl")
+        told = outsize("sample", recipe, "-p", "the dog", "--offline")
+        assert told.returncode == 0, told.stderr
+        assert ("is not there: prompts are worded by the chat template" in told.stderr) != is_there
+        said.append(max(samples.glob("*.txt")).read_text(encoding="utf-8"))
+    assert said[0] == said[1]
+    text = recipe.read_text(encoding="utf-8").replace("- a red cat", "")
+    recipe.with_name("other.yaml").write_text(
+        text.replace("prompts:", "prompts: []"), encoding="utf-8"
+    )
+    told = outsize("compare", recipe.with_name("other.yaml"), "--offline")
+    (tmp_path / "talks.jsonl").rename(talks)
+    assert told.returncode == 2
+    assert "name compare.prompts" in told.stderr

@@ -14,18 +14,28 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from outsize.app.parts import BASE
-from outsize.app.text_corpus import Texts, Tokens, read_texts
+from outsize.app.text_corpus import (
+    Tokens,
+    documents_of,
+    missing_texts,
+    open_tokens,
+    packed,
+)
 from outsize.app.train import adapted, load_adapter_
 from outsize.app.trained import trained_checkpoint
 from outsize.base.errors import RecipeError
 from outsize.data.templates import ChatTemplate
+from outsize.data.tokens import Tokenising
 from outsize.sample.text import draw_token, generator_of
 
 if TYPE_CHECKING:
     from outsize.app.site import Site
+    from outsize.data.documents import Documents
     from outsize.families.protocol import LanguageFamily
     from outsize.layers.model import FrozenModel
     from outsize.runs.folder import RunFolder
+
+_LOOKED_AT = 8  # samples of a file whose turns tell how a turn ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +58,33 @@ class Written:
 
 
 class Scribe:
-    """Prompts of one recipe, and when a text is over."""
+    """Prompts of one recipe, and when a text is over; both as its texts have it.
+
+    Where the texts are no longer there, a tokenizer with a chat template is taken to answer, and that is said.
+    """
 
     def __init__(self, site: Site) -> None:
-        self.texts: Texts = read_texts(site.recipe, site.cache, offline=site.offline)
-        self._tokens: Tokens = self.texts.tokens
-        data = site.recipe.texts
-        self._is_chat = any(kind.is_chat for kind in self.texts.documents.kinds)
-        self._template = (
-            ChatTemplate(self._tokens.tokenizer, options=data.template_options, today=data.today)
-            if self._is_chat
-            else None
-        )
+        recipe = site.recipe
+        self._recipe = recipe
+        self._tokens: Tokens = open_tokens(site.parts[BASE], offline=site.offline)
+        self._documents: Documents | None = None
+        tokenizer, missing = self._tokens.tokenizer, missing_texts(recipe)
+        if missing:
+            self._is_chat = bool(tokenizer.chat_template)
+            site.progress.say(
+                f"{missing[0]} is not there: prompts are "
+                + ("worded by the chat template" if self._is_chat else "taken as they stand")
+            )
+        else:
+            self._documents = documents_of(recipe, self._tokens, site.cache)
+            self._is_chat = any(kind.is_chat for kind in self._documents.kinds)
+        self._tokenising = Tokenising(tokenizer, None)
+        self._template = None
+        if self._is_chat:
+            data = recipe.texts
+            self._template = ChatTemplate(
+                tokenizer, options=data.template_options, today=data.today
+            )
         self.ends = frozenset(self._ends())
 
     def worded(self, text: str) -> Prompt:
@@ -75,17 +100,26 @@ class Scribe:
         else:
             asked = self._template.prompt([{"role": "user", "content": text}])
             ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
-        bos = self.texts.documents.bos
+        bos = self._tokenising.bos
         if bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
         return Prompt(text, tuple(ids))
 
     def beginnings(self, count: int) -> list[Prompt]:
-        """Prompts from texts that are held out."""
-        return [
-            Prompt(self.decoded(ids, with_marks=self._is_chat), tuple(ids))
-            for ids in self.texts.beginnings(count)
-        ]
+        """Prompts from texts that are held out.
+
+        Raises: RecipeError when there are none.
+        """
+        found = (
+            []
+            if self._documents is None
+            else packed(self._recipe, self._tokens, self._documents).beginnings(count)
+        )
+        if not found:
+            raise RecipeError(
+                "nothing is held out to begin from; name compare.prompts in the recipe"
+            )
+        return [Prompt(self.decoded(ids, with_marks=self._is_chat), tuple(ids)) for ids in found]
 
     def decoded(self, ids: Sequence[int], *, with_marks: bool = False) -> str:
         """Text of tokens."""
@@ -94,11 +128,11 @@ class Scribe:
 
     def _ends(self) -> Iterator[int]:
         """The end of a text, and whatever else training texts end their turns with."""
-        if self.texts.documents.eos is not None:
-            yield self.texts.documents.eos
+        if self._tokenising.eos is not None:
+            yield self._tokenising.eos
         added: Any = self._tokens.tokenizer.added_tokens_decoder
-        for file in self.texts.documents.files:
-            for index in range(min(len(file.rows), 8)):
+        for file in () if self._documents is None else self._documents.files:
+            for index in range(min(len(file.rows), _LOOKED_AT)):
                 tokens, trained = file.document(index)
                 closing = trained.copy()
                 closing[:-1] &= ~trained[1:]  # the last token of each trained span
