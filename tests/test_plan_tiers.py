@@ -142,12 +142,12 @@ def test_block_inputs_go_to_host_memory_only_where_the_card_is_too_small_for_the
 
 def test_an_open_arithmetic_gives_way_to_the_compute_type_where_it_needs_too_much() -> None:
     """Rows on the way to 8 bits take memory that products in bf16 do not."""
-    small, large = (plan_of(size, 64, side=1024, arithmetic="auto") for size in (8, 16))
+    small, large = (plan_of(size, 64, side=1024, arithmetic="auto") for size in (7.5, 16))
     assert small.fits
     assert small.compute.arithmetic == "bf16"
     assert "training in fp8 does not fit" in small.compute.why
     assert large.compute.arithmetic == "fp8"
-    assert not plan_of(8, 64, side=1024, arithmetic="fp8").fits
+    assert not plan_of(7.5, 64, side=1024, arithmetic="fp8").fits
 
 
 def test_the_recipe_decides_about_block_inputs() -> None:

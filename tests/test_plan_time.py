@@ -55,7 +55,7 @@ def timed(
     holding = (
         Holding("stream", 3, ("pinned",) * len(of.base.blocks))
         if streams
-        else resident(of.base, "resident", 3)
+        else resident(of.base, "resident")
     )
     return step_time(of, holding, compute, rates or rates_of(H200))
 
@@ -126,7 +126,7 @@ def test_twice_the_passes_take_twice_as_long() -> None:
 def test_keeping_activations_saves_the_second_forward() -> None:
     """About a quarter of a step: one of four passes."""
     of = work(1024)
-    kept = replace(resident(of.base, "resident", 3), keeps_activations=True)
+    kept = replace(resident(of.base, "resident"), keeps_activations=True)
     saved = 1 - step_time(of, kept, COMPILED, rates_of(H200)).seconds / timed(of, COMPILED).seconds
     assert 0.2 < saved < 0.35
 

@@ -28,6 +28,8 @@ RESIDENT, STREAM = "resident", "stream"  # the two ends between which every plac
 # When blocks are kept on the device, or in host memory, because there is room, this share of it stays free: estimates may
 # be off by a tenth, but of the part that varies, not of the packed blocks.
 SPARE_SHARE = 0.05
+# Blocks that a ring holds where nobody says: one runs, one has come, one is on its way; with two, a copy waits for a block.
+SLOTS = (3, 2)
 # Windows and WSL refuse to pin more than about half of the RAM.
 PINNABLE_SHARE_ON_WINDOWS = 0.5
 _BASE_PHASES = ("train step", "train update", "sample")
@@ -122,7 +124,7 @@ class _Drafts:
 
     def resident(self) -> Outcome:
         """Every block on the device; block inputs in host memory if that was asked for, or all blocks and it fits only so."""
-        holding = resident(self.work.base, RESIDENT, self.asked.slots)
+        holding = resident(self.work.base, RESIDENT)
         is_free = self.asked.kind != RESIDENT  # to stream instead
         return self._with_inputs(holding, lambda outcome: is_free or outcome.fits(self.budget))
 
@@ -133,7 +135,7 @@ class _Drafts:
         on_disk = as_tiers(num_blocks, (), "disk")
         limit = self.budget.device_bytes
         bare = self._with_inputs(
-            Holding(kind, self.asked.slots, on_disk),
+            Holding(kind, self._slots()[0], on_disk),
             lambda outcome: limit is None or outcome.device_bytes <= limit,
         )
         tiers = self._tiers(bare, keeps=keeps)
@@ -181,15 +183,23 @@ class _Drafts:
     def _with_inputs(self, holding: Holding, fits: Callable[[Outcome], bool]) -> Outcome:
         """Vocabulary and block inputs where the recipe says, or (null) in host memory if it does not fit otherwise.
 
-        The vocabulary first: it crosses the bus once a pass, inputs twice.
+        First fewer slots, which cost a wait now and then; then the vocabulary, which crosses the bus once a pass; inputs cross it
+        twice.
         """
         drafts: list[Outcome] = []
-        for inputs, vocabulary in itertools.product(*self._ways()):
-            held = replace(holding, offloads_inputs=inputs, has_vocabulary_on_host=vocabulary)
+        slots = (holding.slots,) if holding.kind == RESIDENT else self._slots()
+        for inputs, vocabulary, count in itertools.product(*self._ways(), slots):
+            held = replace(
+                holding, slots=count, offloads_inputs=inputs, has_vocabulary_on_host=vocabulary
+            )
             drafts.append(self.outcome(held))
             if fits(drafts[-1]):
                 return drafts[-1]
         return min(drafts, key=lambda one: one.device_bytes)
+
+    def _slots(self) -> tuple[int, ...]:
+        """Numbers of slots, the better first."""
+        return SLOTS if self.asked.slots is None else (self.asked.slots,)
 
     def _ways(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Block inputs on the device or in host memory, and the vocabulary, as far as the recipe leaves it open."""
@@ -245,8 +255,7 @@ def _in_host(
 
 def _held(work: Work, sizes: ModelSizes, budget: Budget) -> Holding:
     """A conditioner: resident where it fits with a margin, for its blocks are read once for every caption; else streamed."""
-    slots = 3
-    kept = resident(sizes, RESIDENT, slots)
+    kept = resident(sizes, RESIDENT)
     need = sizes.packed_bytes + sizes.small_elements * work.compute_bytes
     host_need = BASELINE_BYTES[work.has_gpu] + sizes.largest_packet_bytes
     if not work.has_gpu and need + host_need <= budget.host_bytes * _ENCODER_SHARE:
@@ -259,7 +268,7 @@ def _held(work: Work, sizes: ModelSizes, budget: Budget) -> Holding:
         host = max(0, host - sizes.small_elements * work.compute_bytes)
     staging = staging_bytes(blocks, ["disk"] * len(blocks))
     room = _HostRoom(host, min(host, budget.pinned_bytes), staging)
-    return Holding(STREAM, slots, _in_host(PlacementChoice(), blocks, 0, room))
+    return Holding(STREAM, SLOTS[0], _in_host(PlacementChoice(), blocks, 0, room))
 
 
 def _why_streamed(holding: Holding) -> str:

@@ -108,10 +108,10 @@ class Phase:
         return self.total("pinned", "private")
 
 
-def resident(model: ModelSizes, kind: str, slots: int) -> Holding:
+def resident(model: ModelSizes, kind: str) -> Holding:
     """Every block stays on the device."""
     count = len(model.blocks)
-    return Holding(kind, slots, as_tiers(count, range(count)))
+    return Holding(kind, 0, as_tiers(count, range(count)))
 
 
 def compute_pool(machine: Machine) -> Pool:

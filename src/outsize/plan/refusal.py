@@ -183,7 +183,7 @@ def _placement_levers(recipe: Recipe) -> Iterator[list[Change]]:
             yield [Change(((f"placement.{name}", None),))]
     if placement.recompute is False:
         yield [Change((("placement.recompute", None),))]
-    if placement.slots > 2:
+    if (placement.slots or 2) > 2:
         yield [Change((("placement.slots", 2),))]
 
 

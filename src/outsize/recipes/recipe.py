@@ -124,8 +124,11 @@ class PlacementChoice(Section):
         default="auto",
         description="resident (on the device), stream (copied in block by block), or auto (as planned).",
     )
-    slots: int = Field(
-        default=3, ge=2, le=64, description="Blocks that the device holds at once when streaming."
+    slots: int | None = Field(
+        default=None,
+        ge=2,
+        le=64,
+        description="Blocks that the device holds at once when streaming; null: 3, or 2 where the card is too small.",
     )
     resident_bytes: Bytes | None = Field(
         default=None,
