@@ -59,6 +59,13 @@ HostRamOption = Annotated[
 DEFAULT_RAM = "2GiB"
 
 
+def names_a_run(path: Path) -> bool:
+    """Whether a path names a run, by its recipe or its folder, rather than an adapter's files."""
+    if path.suffix in {".yaml", ".yml"} or not path.exists():
+        return path.suffix != ".safetensors"
+    return path.is_dir() and (path / "recipe.json").exists()
+
+
 def recipe_and_run(path: Path) -> tuple[Recipe, RunFolder]:
     """The recipe that a path names (a YAML file, or a run folder that holds one), and its run folder.
 
