@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outsize.cli._site import names_a_run, recipe_and_run
+
+if TYPE_CHECKING:
+    from outsize.app.resize import Resized
+
+_NUM_SHOWN = 8  # modules that lost most
 
 
 def register(app: typer.Typer) -> None:
@@ -56,17 +61,22 @@ def resize(
 ) -> int:
     """Write the nearest adapter of a lower rank, found by the singular values of the deltas, and say what is lost."""
     from outsize.app.resize import Target, resize_file, resize_run
+
+    target = Target(rank, energy, to, out)
+    if names_a_run(source):
+        _tell(resize_run(*recipe_and_run(source), target), out)
+    else:
+        _tell(resize_file(source, base, target), out)
+    return 0
+
+
+def _tell(made: Resized, out: Path) -> None:
     from outsize.base.units import format_bytes
     from outsize.cli._tables import print_table
     from outsize.export.combine import overall_error
 
-    target = Target(rank, energy, to, out)
-    if names_a_run(source):
-        made = resize_run(*recipe_and_run(source), target)
-    else:
-        made = resize_file(source, base, target)
     told = made.told
-    worst = sorted(told, key=lambda module: told[module].error, reverse=True)[:8]
+    worst = sorted(told, key=lambda module: told[module].error, reverse=True)[:_NUM_SHOWN]
     rows = [
         (
             module,
@@ -82,4 +92,3 @@ def resize(
         f"{len(told)} modules, rank {min(ranks)} to {max(ranks)}, {overall_error(told):.4%} of the deltas' norm lost; "
         f"{format_bytes(made.exported.num_bytes)} as {made.dialect}: {out}"
     )
-    return 0

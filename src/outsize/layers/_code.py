@@ -66,7 +66,9 @@ class KeptCode:
         import torch._inductor.config as settings
 
         for node in graph.graph.nodes:
-            node.type = None  # annotations of what was traced; as texts they keep torch from keeping code
+            node.type = (
+                None  # annotations of what was traced; as texts they keep torch from keeping code
+            )
         graph.recompile()
         patches = {name: value for name, value in _SETTINGS.items() if hasattr(settings, name)}
         if not hasattr(inductor, "standalone_compile"):  # before torch 2.8: torch's own cache alone
