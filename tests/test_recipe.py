@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +21,9 @@ from outsize.recipes.load import (
     recipe_from_json,
     resolve_source,
 )
+from outsize.recipes.numbers import _without_unused_additions
 from outsize.recipes.recipe import FormatChoice, Recipe
-from outsize.recipes.section import sections_in
+from outsize.recipes.section import Added, Section, sections_in
 from outsize.recipes.text import TextChoice, TextSet
 
 MINIMAL = """\
@@ -469,3 +471,22 @@ def test_errors_of_ours_keep_their_traceback_and_interrupts_give_130(
     monkeypatch.setattr("outsize.recipes.explain.explain", broken)
     with pytest.raises(ZeroDivisionError):
         main(["recipe", "--explain"])
+
+
+def test_a_field_that_came_later_changes_the_digest_only_when_it_is_used() -> None:
+    """So that a run can be resumed by a version whose recipes can say more, and by no other numbers."""
+
+    class Inner(Section):
+        old: int = 1
+        new: Annotated[int, Added()] = 2
+
+    class Outer(Section):
+        several: tuple[Inner, ...] = (Inner(),)
+        added: Annotated[Inner | None, Added()] = None
+
+    def kept(outer: Outer) -> dict[str, Any]:
+        return _without_unused_additions(outer, outer.model_dump(mode="json"))
+
+    assert kept(Outer()) == {"several": [{"old": 1}]}
+    assert kept(Outer(several=(Inner(new=3),))) == {"several": [{"old": 1, "new": 3}]}
+    assert kept(Outer(added=Inner()))["added"] == {"old": 1}

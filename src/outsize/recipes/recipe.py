@@ -18,6 +18,7 @@ from pydantic import Field, field_validator, model_serializer, model_validator
 
 from outsize.base.files import json_digest
 from outsize.recipes.data import DataChoice
+from outsize.recipes.numbers import numbers_digest
 from outsize.recipes.pictures import PictureChoice
 from outsize.recipes.section import AsTuple, Bytes, Count, FilePath, Section, Seed, Text
 from outsize.recipes.text import TextChoice
@@ -26,17 +27,6 @@ from outsize.recipes.training import AdapterChoice, TrainChoice
 # Windows keeps these names for devices, with any ending; a run folder must exist on every system.
 _WINDOWS_DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9_-])?")
-
-# Numbers do not change what is learned when only these parts of a recipe differ.
-_WITHOUT_EFFECT_ON_NUMBERS = (
-    "name",
-    "placement",
-    "checkpoints",
-    "evaluate",
-    "compare",
-    "runs",
-    "cache",
-)
 
 
 class FormatChoice(Section):
@@ -280,19 +270,8 @@ class Recipe(Section):
         return json_digest(self.to_json())
 
     def numbers_digest(self) -> str:
-        """SHA-256 over what decides the numbers of a step: equal for recipes that may resume each other.
-
-        Left out: name, folders, placement, checkpoints, evaluate, compare, train.record, and train.steps (how far, not how) unless the
-        step size depends on it.
-        """
-        kept = {
-            key: value
-            for key, value in self.to_json().items()
-            if key not in _WITHOUT_EFFECT_ON_NUMBERS
-        }
-        without = {"record", "steps"} if self.train.schedule == "constant" else {"record"}
-        kept["train"] = {key: one for key, one in kept["train"].items() if key not in without}
-        return json_digest(kept)
+        """SHA-256 over what decides the numbers of a step: equal for recipes that may resume each other; see numbers.py."""
+        return numbers_digest(self)
 
     def cache_folder(self) -> Path:
         """Folder of stores and caches, the user's own one unless the recipe says."""

@@ -36,6 +36,10 @@ Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+class Added:
+    """Marks a field that came after runs existed: see numbers.py."""
+
+
 class Section(BaseModel):
     """What all parts of a recipe share: frozen, strict, no unknown keys, finite numbers."""
 
