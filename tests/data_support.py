@@ -13,10 +13,12 @@ import numpy as np
 from hypothesis import settings
 from PIL import Image
 
-from outsize.data.buckets import plan_crops
 from outsize.data.cache import ContentCache
 from outsize.data.encode import CacheReport, cache_latents, cache_texts, training_texts
-from outsize.data.manifest import Manifest, PictureSet, scan
+from outsize.data.found import PictureSet
+from outsize.data.manifest import Manifest
+from outsize.data.samples import samples_of
+from outsize.data.scanning import scan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,14 +97,13 @@ def cache_folder(
     folder: Path, cache: ContentCache, encoders: CountingEncoders, **changes: Any
 ) -> tuple[CacheReport, CacheReport, Manifest]:
     """Cache one folder as a run would; changes: resolution, latent_inputs, text_inputs."""
-    manifest = scan([PictureSet(folder)])
-    sizes = [(picture.width, picture.height) for picture in manifest.pictures]
-    crops = plan_crops(sizes, changes.pop("resolution", RESOLUTION), MULTIPLE)
+    manifest = scan([PictureSet(folder=folder)])
+    samples = samples_of(manifest, [changes.pop("resolution", RESOLUTION)], MULTIPLE)
     latent_inputs = changes.pop("latent_inputs", LATENT_INPUTS)
     text_inputs = changes.pop("text_inputs", TEXT_INPUTS)
     texts = training_texts(manifest, 0.1)
     return (
-        cache_latents(manifest, crops, cache, encoders.open_image, latent_inputs, **changes),
+        cache_latents(manifest, samples, cache, encoders.open_image, latent_inputs, **changes),
         cache_texts(texts, cache, encoders.open_text, text_inputs, **changes),
         manifest,
     )

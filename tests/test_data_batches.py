@@ -18,36 +18,38 @@ from data_support import (
 
 from outsize.base.errors import RecipeError, StoreBroken
 from outsize.data import media
-from outsize.data.batches import Corpus, make_schedule
-from outsize.data.buckets import CropPlan, plan_crops
+from outsize.data.batches import Corpus
 from outsize.data.cache import ContentCache
 from outsize.data.encode import cache_latents, cache_texts, latent_key, text_key, training_texts
-from outsize.data.manifest import Manifest, PictureSet, scan
+from outsize.data.found import PictureSet
+from outsize.data.manifest import Manifest
+from outsize.data.samples import Sample, make_schedule, samples_of
+from outsize.data.scanning import scan
 from outsize.data.schedule import MicroBatch
 
 SIZES = [(40, 40), (60, 30)]
-Parts = tuple[Manifest, tuple[CropPlan, ...], ContentCache]
+Parts = tuple[Manifest, tuple[Sample, ...], ContentCache]
 
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Parts:
-    """(manifest, crops, cache) of a subject and a regularisation set, cached."""
+    """(manifest, samples, cache) of a subject and a regularisation set, cached."""
     sets = [
-        PictureSet(write_captioned(tmp_path / "cats", 4, SIZES), trigger="ohwx"),
+        PictureSet(folder=write_captioned(tmp_path / "cats", 4, SIZES), trigger="ohwx"),
         PictureSet(
-            write_captioned(tmp_path / "others", 6, SIZES),
+            folder=write_captioned(tmp_path / "others", 6, SIZES),
             share=0.25,
             loss_weight=0.5,
             is_regularisation=True,
         ),
     ]
     manifest = scan(sets)
-    crops = plan_crops([(p.width, p.height) for p in manifest.pictures], 32, 8)
+    samples = samples_of(manifest, [32], 8)
     cache = ContentCache(tmp_path / "cache")
     encoders = CountingEncoders()
-    cache_latents(manifest, crops, cache, encoders.open_image, LATENT_INPUTS)
+    cache_latents(manifest, samples, cache, encoders.open_image, LATENT_INPUTS)
     cache_texts(training_texts(manifest, 0.4), cache, encoders.open_text, TEXT_INPUTS)
-    return manifest, crops, cache
+    return manifest, samples, cache
 
 
 def corpus_of(
@@ -56,12 +58,12 @@ def corpus_of(
     text_inputs: Sequence[Mapping[str, Any]] = (TEXT_INPUTS,),
     **options: Any,
 ) -> Corpus:
-    manifest, crops, cache = parts
+    manifest, samples, cache = parts
     options = {"seed": 5, "batch": 2, "accumulate": 2, "caption_dropout": 0.4} | options
     return Corpus(
         manifest,
-        crops,
-        make_schedule(manifest, crops, **options),
+        samples,
+        make_schedule(manifest, samples, **options),
         cache,
         latent_inputs=LATENT_INPUTS,
         text_inputs=text_inputs,
@@ -84,7 +86,7 @@ def first_batches(corpus: Corpus, num_steps: int) -> None:
 
 
 def test_a_batch_holds_what_the_encoders_give_for_its_pictures_and_captions(parts: Parts) -> None:
-    manifest, crops, _ = parts
+    manifest, samples, _ = parts
     corpus = corpus_of(parts)
     seen_sets, seen_drops = set(), set()
     for number in range(24):
@@ -98,7 +100,7 @@ def test_a_batch_holds_what_the_encoders_give_for_its_pictures_and_captions(part
             assert batch.conditions[name].dtype == expected.dtype
         for row, item in enumerate(micro.items):
             content = pictures[row].path.read_bytes()
-            pixels = media.pixels_of(media.decode(content), crops[item.picture])
+            pixels = media.pixels_of(media.decode(content), samples[item.picture].crop)
             expected = torch.nn.functional.avg_pool2d(pixels, 8)
             assert torch.equal(batch.latents_BCHW[row], expected)
             seen_drops.add(item.drops_caption)
@@ -154,9 +156,9 @@ def test_writing_into_a_batch_does_not_change_the_next_one(parts: Parts) -> None
 def test_a_missing_entry_is_an_error_that_names_the_picture_or_caption_and_the_remedy(
     parts: Parts,
 ) -> None:
-    manifest, crops, cache = parts
+    manifest, samples, cache = parts
     picture = manifest.pictures[0]
-    cache.discard(latent_key(cache, picture, crops[0], LATENT_INPUTS))
+    cache.discard(latent_key(cache, picture, samples[0].crop, LATENT_INPUTS))
     with pytest.raises(StoreBroken, match=r"00\.png is not in the cache .* start again"):
         first_batches(corpus_of(parts), 20)
     cache.discard(text_key(cache, "", TEXT_INPUTS))
@@ -165,8 +167,8 @@ def test_a_missing_entry_is_an_error_that_names_the_picture_or_caption_and_the_r
 
 
 def test_a_broken_entry_is_discarded_and_named(parts: Parts) -> None:
-    manifest, crops, cache = parts
-    key = latent_key(cache, manifest.pictures[0], crops[0], LATENT_INPUTS)
+    manifest, samples, cache = parts
+    key = latent_key(cache, manifest.pictures[0], samples[0].crop, LATENT_INPUTS)
     content = bytearray(cache.path(key).read_bytes())
     content[-1] ^= 1
     cache.path(key).write_bytes(content)

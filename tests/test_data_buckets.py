@@ -17,7 +17,6 @@ from outsize.data.buckets import (
     bucket_of,
     buckets_at,
     crop_plan,
-    plan_crops,
 )
 
 SIDES = st.integers(1, 5000)
@@ -99,13 +98,6 @@ def test_scaling_keeps_the_aspect_to_half_a_pixel(
 
 def test_a_small_picture_is_enlarged_to_the_resolution() -> None:
     assert bucket_of(64, 64, 512, 16) == Bucket(512, 512)
-
-
-def test_plan_crops_gives_one_crop_for_each_size_in_order() -> None:
-    crops = plan_crops([(100, 100), (100, 50)], 64, 16)
-    assert [crop.bucket for crop in crops] == [Bucket(64, 64), Bucket(80, 48)]
-    # 100 x 50 covers 80 x 48 when scaled to 96 x 48.
-    assert (crops[1].scaled_width, crops[1].scaled_height) == (96, 48)
 
 
 def test_a_resolution_below_the_multiple_is_refused_with_both_numbers() -> None:

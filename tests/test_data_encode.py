@@ -22,7 +22,7 @@ from PIL import Image
 from outsize.base.errors import NotFinite, SourceError
 from outsize.base.journal import Journal, read_journal
 from outsize.data import media
-from outsize.data.buckets import crop_plan, plan_crops
+from outsize.data.buckets import crop_plan
 from outsize.data.cache import ContentCache
 from outsize.data.encode import (
     cache_latents,
@@ -31,7 +31,9 @@ from outsize.data.encode import (
     text_key,
     training_texts,
 )
-from outsize.data.manifest import PictureSet, scan
+from outsize.data.found import PictureSet
+from outsize.data.samples import samples_of
+from outsize.data.scanning import scan
 
 SIZES = [(40, 40), (60, 30), (30, 60)]
 NUM = 7
@@ -117,8 +119,8 @@ def test_equal_pictures_and_captions_are_encoded_once(tmp_path: Path, cache: Con
 
 
 def test_a_changed_crop_alone_gives_another_key(folder: Path, cache: ContentCache) -> None:
-    picture = scan([PictureSet(folder)]).pictures[1]
-    crop = plan_crops([(picture.width, picture.height)], 32, 8)[0]
+    picture = scan([PictureSet(folder=folder)]).pictures[1]
+    crop = samples_of(scan([PictureSet(folder=folder)]), [32], 8)[1].crop
     shifted = crop_plan(picture.width + 4, picture.height, crop.bucket)
     assert crop.bucket == shifted.bucket
     assert latent_key(cache, picture, crop, {}) != latent_key(cache, picture, shifted, {})
@@ -128,8 +130,8 @@ def test_a_latent_is_what_the_encoder_gives_for_the_cropped_picture_alone(
     folder: Path, cache: ContentCache
 ) -> None:
     manifest = cache_folder(folder, cache, CountingEncoders())[2]
-    crops = plan_crops([(p.width, p.height) for p in manifest.pictures], 32, 8)
-    for picture, crop in zip(manifest.pictures, crops, strict=True):
+    samples = samples_of(manifest, [32], 8)
+    for picture, crop in zip(manifest.pictures, (one.crop for one in samples), strict=True):
         entry = cache.get(latent_key(cache, picture, crop, LATENT_INPUTS))
         assert entry is not None
         pixels = media.pixels_of(media.decode(picture.path.read_bytes()), crop)
@@ -142,7 +144,7 @@ def test_a_broken_entry_is_journalled_and_encoded_anew(
 ) -> None:
     manifest = cache_folder(folder, cache, CountingEncoders())[2]
     picture = manifest.pictures[0]
-    crop = plan_crops([(picture.width, picture.height)], 32, 8)[0]
+    crop = samples_of(manifest, [32], 8)[0].crop
     path = cache.path(latent_key(cache, picture, crop, LATENT_INPUTS))
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
@@ -210,14 +212,14 @@ def test_embeddings_that_are_not_finite_are_refused_by_text(cache: ContentCache)
 def test_a_picture_that_changes_after_the_scan_stops_the_stage(
     folder: Path, cache: ContentCache
 ) -> None:
-    manifest = scan([PictureSet(folder)])
-    crops = plan_crops([(p.width, p.height) for p in manifest.pictures], 32, 8)
+    manifest = scan([PictureSet(folder=folder)])
+    samples = samples_of(manifest, [32], 8)
     Image.new("RGB", (40, 40)).save(folder / "03.png")
     with pytest.raises(SourceError, match=r"03\.png changed"):
-        cache_latents(manifest, crops, cache, CountingEncoders().open_image, {})
+        cache_latents(manifest, samples, cache, CountingEncoders().open_image, {})
     (folder / "03.png").unlink()
     with pytest.raises(SourceError, match=r"03\.png can no longer be read"):
-        cache_latents(manifest, crops, cache, CountingEncoders().open_image, {})
+        cache_latents(manifest, samples, cache, CountingEncoders().open_image, {})
 
 
 def test_a_remembered_size_that_is_wrong_stops_the_stage(
@@ -225,11 +227,11 @@ def test_a_remembered_size_that_is_wrong_stops_the_stage(
 ) -> None:
     """A wrong size would squeeze the picture; the bytes are decoded here, so it is found out."""
     facts = tmp_path / "facts.json"
-    scan([PictureSet(folder)], facts_file=facts)
+    scan([PictureSet(folder=folder)], facts_file=facts)
     stored = json.loads(facts.read_bytes())
-    stored["sizes"] = dict.fromkeys(stored["sizes"], (44, 44))
+    stored["looks"] = dict.fromkeys(stored["looks"], (44, 44, False, False, ""))
     facts.write_text(json.dumps(stored))
-    manifest = scan([PictureSet(folder)], facts_file=facts)
-    crops = plan_crops([(p.width, p.height) for p in manifest.pictures], 32, 8)
+    manifest = scan([PictureSet(folder=folder)], facts_file=facts)
+    samples = samples_of(manifest, [32], 8)
     with pytest.raises(SourceError, match="decodes to 40 x 40 px, where the scan found 44 x 44"):
-        cache_latents(manifest, crops, cache, CountingEncoders().open_image, {})
+        cache_latents(manifest, samples, cache, CountingEncoders().open_image, {})

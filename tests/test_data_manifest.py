@@ -14,7 +14,8 @@ from PIL import Image
 
 from outsize.base.errors import SourceError
 from outsize.data import media
-from outsize.data.manifest import PictureSet, scan, with_trigger
+from outsize.data.found import PictureSet
+from outsize.data.scanning import scan, with_trigger
 
 
 def captioned(path: Path, caption: str = "a cat") -> Path:
@@ -28,7 +29,7 @@ def test_pictures_come_sorted_by_relative_path_with_size_digest_and_caption(tmp_
     captioned(tmp_path / "a" / "z.JPG", "two\n  lines ")
     captioned(tmp_path / "C.WebP")
     write_picture(tmp_path / "d.bmp", (30, 20)).with_suffix(".TXT").write_text("\ufeffa dog")
-    manifest = scan([PictureSet(tmp_path)])
+    manifest = scan([PictureSet(folder=tmp_path)])
     assert [picture.name for picture in manifest.pictures] == [
         "C.WebP",
         "a/z.JPG",
@@ -48,7 +49,7 @@ def test_a_turned_picture_has_the_size_it_is_looked_at(tmp_path: Path) -> None:
     exif[0x0112] = 6
     Image.new("RGB", (40, 20)).save(tmp_path / "a.jpg", exif=exif)
     (tmp_path / "a.txt").write_text("x")
-    picture = scan([PictureSet(tmp_path)]).pictures[0]
+    picture = scan([PictureSet(folder=tmp_path)]).pictures[0]
     assert (picture.width, picture.height) == (20, 40)
 
 
@@ -64,7 +65,13 @@ def test_all_faults_of_all_sets_are_named_at_once(tmp_path: Path) -> None:
     captioned(good / "latin.png").with_suffix(".txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceError) as caught:
-        scan([PictureSet(good), PictureSet(tmp_path / "empty"), PictureSet(tmp_path / "gone")])
+        scan(
+            [
+                PictureSet(folder=good),
+                PictureSet(folder=tmp_path / "empty"),
+                PictureSet(folder=tmp_path / "gone"),
+            ]
+        )
     message = str(caught.value)
     assert message.startswith("8 faults in the pictures; nothing was started:")
     for file, fault in {
@@ -98,7 +105,7 @@ def test_a_trigger_or_default_stands_in_for_a_missing_caption(
     tmp_path: Path, options: dict[str, Any], expected: str
 ) -> None:
     write_picture(tmp_path / "a.png")
-    assert scan([PictureSet(tmp_path, **options)]).pictures[0].caption == expected
+    assert scan([PictureSet(folder=tmp_path, **options)]).pictures[0].caption == expected
 
 
 @pytest.mark.parametrize(
@@ -127,7 +134,7 @@ def test_the_caption_extension_is_taken_with_or_without_its_dot(tmp_path: Path) 
     (tmp_path / "a.caption").write_text("from the other file")
     (tmp_path / "a.txt").write_text("not this one")
     for extension in (".caption", "caption"):
-        picture = scan([PictureSet(tmp_path, caption_extension=extension)]).pictures[0]
+        picture = scan([PictureSet(folder=tmp_path, caption_extension=extension)]).pictures[0]
         assert picture.caption == "from the other file"
 
 
@@ -135,14 +142,14 @@ def test_unread_kinds_lonely_captions_and_duplicates_are_warnings(tmp_path: Path
     captioned(tmp_path / "a.png")
     shutil.copy(tmp_path / "a.png", tmp_path / "b.png")
     (tmp_path / "b.txt").write_text("the same")
-    (tmp_path / "c.HEIC").write_bytes(b"x")
+    (tmp_path / "c.PSD").write_bytes(b"x")
     (tmp_path / "d.txt").write_text("no picture")
     (tmp_path / ".hidden.png").write_bytes(b"x")
     (tmp_path / "notes.md").write_text("ignored")
-    manifest = scan([PictureSet(tmp_path)])
+    manifest = scan([PictureSet(folder=tmp_path)])
     assert len(manifest.pictures) == 2
     text = "\n".join(manifest.warnings)
-    assert "c.HEIC: pictures of this kind are not read" in text
+    assert "c.PSD: pictures of this kind are not read" in text
     assert "d.txt: a caption without a picture" in text
     assert "the same picture 2 times" in text
     assert len(manifest.warnings) == 3
@@ -151,13 +158,13 @@ def test_unread_kinds_lonely_captions_and_duplicates_are_warnings(tmp_path: Path
 def test_the_digest_follows_contents_captions_and_weights_but_not_the_place(tmp_path: Path) -> None:
     folder = write_captioned(tmp_path / "one", 3, [(16, 16)])
     moved = shutil.copytree(folder, tmp_path / "two")
-    first = scan([PictureSet(folder)]).digest()
-    assert scan([PictureSet(moved)]).digest() == first
-    assert scan([PictureSet(folder, loss_weight=0.5)]).digest() != first
+    first = scan([PictureSet(folder=folder)]).digest()
+    assert scan([PictureSet(folder=moved)]).digest() == first
+    assert scan([PictureSet(folder=folder, loss_weight=0.5)]).digest() != first
     (moved / "01.txt").write_text("another caption")
-    assert scan([PictureSet(moved)]).digest() != first
+    assert scan([PictureSet(folder=moved)]).digest() != first
     write_picture(folder / "01.png", (16, 16), seed=99)
-    assert scan([PictureSet(folder)]).digest() != first
+    assert scan([PictureSet(folder=folder)]).digest() != first
 
 
 def test_a_second_scan_decodes_only_what_is_new(
@@ -165,29 +172,31 @@ def test_a_second_scan_decodes_only_what_is_new(
 ) -> None:
     folder = write_captioned(tmp_path / "pictures", 4, [(16, 16), (20, 10)])
     facts = tmp_path / "facts.json"
-    first = scan([PictureSet(folder)], facts_file=facts)
+    first = scan([PictureSet(folder=folder)], facts_file=facts)
     decoded: list[bytes] = []
     inspect = media.inspect
 
-    def counting(content: bytes) -> tuple[int, int]:
+    def counting(content: bytes) -> media.Look:
         decoded.append(content)
         return inspect(content)
 
     monkeypatch.setattr(media, "inspect", counting)
-    assert scan([PictureSet(folder)], facts_file=facts) == first
+    assert scan([PictureSet(folder=folder)], facts_file=facts) == first
     assert decoded == []
     changed = write_picture(folder / "02.png", (30, 20), seed=77)
-    assert scan([PictureSet(folder)], facts_file=facts).pictures[2].width == 30
+    assert scan([PictureSet(folder=folder)], facts_file=facts).pictures[2].width == 30
     assert decoded == [changed.read_bytes()]
     changed.write_bytes(changed.read_bytes()[:50])
     with pytest.raises(SourceError, match=r"02\.png"):
-        scan([PictureSet(folder)], facts_file=facts)
+        scan([PictureSet(folder=folder)], facts_file=facts)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"transform": "media/0", "sizes": {}}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"version": "media/0, looks/1", "looks": {}}']
+)
 def test_facts_that_cannot_be_used_are_found_out_again(tmp_path: Path, content: bytes) -> None:
     folder = write_captioned(tmp_path / "pictures", 2, [(16, 16)])
     facts = tmp_path / "facts.json"
     facts.write_bytes(content)
-    assert scan([PictureSet(folder)], facts_file=facts) == scan([PictureSet(folder)])
-    assert len(json.loads(facts.read_bytes())["sizes"]) == 2
+    assert scan([PictureSet(folder=folder)], facts_file=facts) == scan([PictureSet(folder=folder)])
+    assert len(json.loads(facts.read_bytes())["looks"]) == 2

@@ -16,6 +16,7 @@ from PIL import Image
 from outsize.base.errors import SourceError
 from outsize.data import media
 from outsize.data.buckets import Bucket, crop_plan
+from outsize.data.media import Look
 
 RNG = np.random.default_rng(7)
 COLOURS = RNG.integers(0, 256, (6, 10, 3), dtype=np.uint8)
@@ -103,7 +104,7 @@ def test_all_orientations_show_the_same_upright_picture(kind: str, orientation: 
     assert upright.shape == SAMPLE.shape
     limit = 8 if kind == "JPEG" else 0  # a wrong turn gives about 85, quality 95 below 4
     assert np.abs(upright - SAMPLE).mean() <= limit
-    assert media.inspect(content) == (SAMPLE.shape[1], SAMPLE.shape[0])
+    assert media.inspect(content) == Look(SAMPLE.shape[1], SAMPLE.shape[0])
 
 
 def test_pixels_are_chw_fp32_from_minus_one_to_one() -> None:
@@ -155,9 +156,9 @@ def test_damaged_bytes_give_a_picture_or_a_source_error_and_nothing_else(
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     try:
-        size = media.inspect(bytes(content))
+        look = media.inspect(bytes(content))
         image = media.decode(bytes(content))
     except SourceError:
         return
     assert image.mode == "RGB"
-    assert image.size == size
+    assert image.size == (look.width, look.height)

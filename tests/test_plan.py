@@ -424,7 +424,7 @@ def test_pictures_smaller_than_a_token_are_refused() -> None:
 
 def test_the_json_of_a_plan_keeps_its_keys() -> None:
     """Run folders hold it; a later version reads it back."""
-    plan = make_plan(recipe(), machine(24), num_samples=12)
+    plan = make_plan(recipe(), machine(24), num_samples=(12,))
     value = json.loads(json.dumps(plan.to_json()))
     assert list(value) == [
         "version",
@@ -747,7 +747,7 @@ def test_pictures_are_counted_by_name_alone(tmp_path: Path) -> None:
     values = recipe().to_json()
     values["data"]["sets"] = [{"folder": str(tmp_path / "pictures")}]
     wanted = Recipe.model_validate(values)
-    assert task_of(wanted).count(wanted) == 3
+    assert task_of(wanted).count(wanted) == (3,)
     assert task_of(recipe()).count(recipe()) is None
 
 

@@ -150,7 +150,7 @@ class RandomBatches:
     def __init__(self, recipe: Recipe, device: Device) -> None:
         base = cast("BaseFamily", FAMILIES.load(recipe.base.family))
         variant, batch = recipe.base.variant, recipe.train.batch
-        latent = latent_shape(base, variant, recipe.pictures.resolution)
+        latent = latent_shape(base, variant, recipe.pictures.largest)
         generator = torch.Generator().manual_seed(SEED)
         self._accumulate = recipe.train.accumulate
         self._batches = [

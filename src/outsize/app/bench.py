@@ -52,7 +52,7 @@ class Result:
         return {
             "base": f"{recipe.base.family}.{recipe.base.variant}",
             "format": recipe.to_json()["base"]["format"],
-            "resolution": recipe.pictures.resolution,
+            "resolution": recipe.pictures.largest,
             "batch": recipe.train.batch,
             "accumulate": recipe.train.accumulate,
             "rank": recipe.adapter.rank,

@@ -16,18 +16,19 @@ import torch
 from torch import Tensor
 
 from outsize.app.parts import Part, of_kind
+from outsize.app.pictures import samples_for, scan_recipe, schedule_for
 from outsize.app.site import Site
-from outsize.app.tasks.protocol import Preview, Shown, Table
 from outsize.base.files import file_digest, json_digest
-from outsize.data.batches import Corpus, make_schedule
-from outsize.data.buckets import plan_crops
+from outsize.data.batches import Corpus
+from outsize.data.buckets import Bucket
 from outsize.data.encode import cache_latents, cache_texts, training_texts
-from outsize.data.manifest import Manifest, PictureSet, scan
+from outsize.data.manifest import Manifest
+from outsize.data.masks import GridOf, cache_masks
 from outsize.families.protocol import ImageCodec, TextEncoder
 from outsize.weights.locate import locate_folder
 
 if TYPE_CHECKING:
-    from outsize.recipes.recipe import Recipe
+    pass
 
 CODE_VERSION = 1  # raise it when the same inputs must lead to other latents or embeddings
 
@@ -83,57 +84,41 @@ def encode_texts(site: Site, encoders: Iterable[TextInputs], texts: Iterable[str
 
 
 def scan_pictures(site: Site) -> Manifest:
-    """The recipe's pictures, all read and hashed."""
-    manifest = _scan(site.recipe)
+    """The recipe's pictures, all read and hashed; what there is and what is odd about it goes to the journal."""
+    manifest = scan_recipe(site.recipe)
     for warning in manifest.warnings:
         site.progress.say(f"warning: {warning}")
         site.journal.write("warning", what=warning)
+    for one in manifest.left_out:
+        site.progress.say(f"left out: {one.origin}: {one.reason}")
+        site.journal.write("left_out", picture=str(one.origin), reason=one.reason)
+    for number, item in enumerate(manifest.sets):
+        found = [one for one in manifest.pictures if one.set_index == number]
+        site.journal.write(
+            "pictures", set=item.folder.name, pictures=len(found), flip=item.flip,
+            masks=sum(one.mask is not None for one in found),
+            own_captions=sum(one.has_own_caption for one in found),
+            left_out=sum(one.set_index == number for one in manifest.left_out),
+        )  # fmt: skip
     return manifest
-
-
-def preview_pictures(recipe: Recipe, num_samples: int) -> Preview:
-    """Pictures and captions by set; some captions are shown."""
-    manifest = _scan(recipe)
-    by_set = [
-        [one for one in manifest.pictures if one.set_index == number]
-        for number in range(len(manifest.sets))
-    ]
-    rows = tuple(
-        (item.folder.name, str(len(found)), str(len({one.caption for one in found})))
-        for item, found in zip(manifest.sets, by_set, strict=True)
-    )
-    shown = tuple(
-        Shown(f"{one.path}: {one.width} x {one.height}", ((one.caption, False),))
-        for found in by_set
-        for one in found[:num_samples]
-    )
-    table = Table("What is learned from", ("set", "pictures", "captions"), rows)
-    return Preview(table, shown, manifest.warnings)
-
-
-def _scan(recipe: Recipe) -> Manifest:
-    sets = [PictureSet(**one.model_dump()) for one in recipe.pictures.sets]
-    return scan(sets, facts_file=recipe.cache_folder() / "pictures.json")
 
 
 def build_corpus(site: Site) -> Corpus:
     """Scan, cache what is missing, and join all into the corpus. Text encoders first, then the codec."""
     recipe = site.recipe
     manifest = scan_pictures(site)
+    samples = samples_for(recipe, manifest)
+    part = codec_part(site)
+    cache_masks(
+        manifest, samples, _grid_of(part), site.cache
+    )  # what can be wrong with them comes before what is slow
     encoders = text_inputs(site)
     encode_texts(site, encoders, training_texts(manifest, recipe.pictures.caption_dropout))
-    part = codec_part(site)
-    codec = cast("ImageCodec", part.family)
-    crops = plan_crops(
-        [(one.width, one.height) for one in manifest.pictures],
-        recipe.pictures.resolution,
-        codec.pixel_multiple(part.variant),
-    )
     inputs = codec_inputs(site)
     with site.stages.stage("cache latents"):
         report = cache_latents(
             manifest,
-            crops,
+            samples,
             site.cache,
             lambda: _open_encoder(site, part),
             inputs,
@@ -143,22 +128,24 @@ def build_corpus(site: Site) -> Corpus:
     site.journal.write(
         "cached", what="latents", reused=report.num_reused, encoded=report.num_encoded
     )
-    schedule = make_schedule(
-        manifest,
-        crops,
-        seed=recipe.train.seed,
-        batch=recipe.train.batch,
-        accumulate=recipe.train.accumulate,
-        caption_dropout=recipe.pictures.caption_dropout,
-    )
     return Corpus(
         manifest,
-        crops,
-        schedule,
+        samples,
+        schedule_for(recipe, manifest, samples),
         site.cache,
         latent_inputs=inputs,
         text_inputs=[one.inputs for one in encoders],
     )
+
+
+def _grid_of(part: Part) -> GridOf:
+    codec = cast("ImageCodec", part.family)
+
+    def grid(bucket: Bucket) -> tuple[int, int]:
+        _, height, width = codec.latent_shape(part.variant, bucket.height, bucket.width)
+        return height, width
+
+    return grid
 
 
 def _key_inputs(site: Site, part: Part) -> dict[str, Any]:

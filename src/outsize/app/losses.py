@@ -36,6 +36,13 @@ class _Drawn:
     conditions: Mapping[str, Tensor]
 
 
+def _weight(batch: Batch) -> Tensor:
+    """Of each sample (B,); of each latent cell (B, 1, H, W) where some have masks."""
+    if batch.cell_weight_B1HW is None:
+        return batch.loss_weight_B
+    return batch.loss_weight_B.view(-1, 1, 1, 1) * batch.cell_weight_B1HW
+
+
 class Losses:
     """Losses of micro-batches. Only the latest prepared one is remembered."""
 
@@ -88,7 +95,7 @@ class Losses:
             self._move(batch.latents_BCHW),
             self._move(sigma_B),
             self._move(noise),
-            self._move(batch.loss_weight_B),
+            self._move(_weight(batch)),
             {name: self._move(one).to(compute) for name, one in batch.conditions.items()},
         )
 

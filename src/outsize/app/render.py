@@ -61,7 +61,7 @@ def settings_of(site: Site) -> RenderSettings:
     defaults = cast("BaseFamily", part.family).sampling_defaults(part.variant)
     multiple = cast("ImageCodec", codec_part(site).family).pixel_multiple(codec_part(site).variant)
     sides = [
-        (side or site.recipe.pictures.resolution) // multiple * multiple
+        (side or site.recipe.pictures.largest) // multiple * multiple
         for side in (choice.width, choice.height)
     ]
     return RenderSettings(

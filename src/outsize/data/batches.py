@@ -15,45 +15,26 @@ import torch
 from torch import Tensor
 
 from outsize.base.errors import RecipeError, StoreBroken
-from outsize.data.buckets import CropPlan
 from outsize.data.cache import ContentCache
 from outsize.data.encode import LATENT, latent_key, text_key
-from outsize.data.manifest import Manifest
-from outsize.data.schedule import Entry, Item, Schedule
+from outsize.data.manifest import Manifest, Picture
+from outsize.data.masks import MASK, mask_key, weights_of
+from outsize.data.samples import Sample
+from outsize.data.schedule import Item, Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch, on the CPU, as the encoders gave it. seeds: of each sample's noise."""
+    """One micro-batch, on the CPU, as the encoders gave it. seeds: of each sample's noise.
+
+    cell_weight_B1HW: factor on the loss in each latent cell; None where no sample has a mask.
+    """
 
     latents_BCHW: Tensor
     conditions: dict[str, Tensor]
     loss_weight_B: Tensor
     seeds: tuple[int, ...]
-
-
-def make_schedule(
-    manifest: Manifest,
-    crops: Sequence[CropPlan],
-    *,
-    seed: int,
-    batch: int = 1,
-    accumulate: int = 1,
-    caption_dropout: float = 0.0,
-) -> Schedule:
-    """The schedule over a manifest's pictures, in its order, with its sets' shares."""
-    entries = [
-        Entry(picture.set_index, crop.bucket)
-        for picture, crop in zip(manifest.pictures, crops, strict=True)
-    ]
-    return Schedule(
-        seed,
-        entries,
-        batch=batch,
-        accumulate=accumulate,
-        caption_dropout=caption_dropout,
-        shares=[item.share for item in manifest.sets],
-    )
+    cell_weight_B1HW: Tensor | None = None
 
 
 class Corpus:
@@ -62,7 +43,7 @@ class Corpus:
     def __init__(
         self,
         manifest: Manifest,
-        crops: Sequence[CropPlan],
+        samples: Sequence[Sample],
         schedule: Schedule,
         cache: ContentCache,
         *,
@@ -78,10 +59,8 @@ class Corpus:
         self.manifest = manifest
         self.schedule = schedule
         self._cache = cache
-        self._latent_keys = tuple(
-            latent_key(cache, picture, crop, latent_inputs)
-            for picture, crop in zip(manifest.pictures, crops, strict=True)
-        )
+        self._samples = tuple(samples)
+        self._latent_inputs = latent_inputs
         self._text_inputs = tuple(text_inputs)
         self._memory = _Memory(memory_bytes)
 
@@ -92,29 +71,57 @@ class Corpus:
         broken one is discarded, so that starting again encodes exactly that one anew.
         """
         micro = self.schedule.micro_batch(step, place)
-        pictures = [self.manifest.pictures[item.picture] for item in micro.items]
+        pictures = [self._picture(item) for item in micro.items]
         captions = tuple(self._caption(item) for item in micro.items)
-        latents = [self._latent(item.picture) for item in micro.items]
-        weights = [self.manifest.set_of(picture).loss_weight for picture in pictures]
+        latents_BCHW = torch.stack([self._latent(item) for item in micro.items])
+        weights = [self.manifest.set_of(one).loss_weight * one.weight for one in pictures]
         return Batch(
-            latents_BCHW=torch.stack(latents),
+            latents_BCHW=latents_BCHW,
             conditions=_stack([self._embeddings(caption) for caption in captions], captions),
             loss_weight_B=torch.tensor(weights, dtype=torch.float32),
             seeds=tuple(item.noise_seed for item in micro.items),
+            cell_weight_B1HW=self._cell_weights(micro.items, latents_BCHW),
         )
 
     def pictures_of(self, step: int) -> list[str]:
         """Files of the pictures that a step draws, in order; reads nothing."""
         places = range(self.schedule.accumulate)
         items = [item for place in places for item in self.schedule.micro_batch(step, place).items]
-        return [str(self.manifest.pictures[item.picture].path) for item in items]
+        return [str(self._picture(item).origin) for item in items]
+
+    def _picture(self, item: Item) -> Picture:
+        return self.manifest.pictures[self._samples[item.picture].picture]
 
     def _caption(self, item: Item) -> str:
-        return "" if item.drops_caption else self.manifest.pictures[item.picture].caption
+        return "" if item.drops_caption else self._picture(item).caption
 
-    def _latent(self, picture: int) -> Tensor:
-        owner = f"the picture {self.manifest.pictures[picture].path}"
-        return self._entry(self._latent_keys[picture], owner)[LATENT]
+    def _latent(self, item: Item) -> Tensor:
+        picture, crop = self._picture(item), self._samples[item.picture].crop
+        key = latent_key(
+            self._cache,
+            picture,
+            crop,
+            self._latent_inputs,
+            background=self.manifest.set_of(picture).background,
+            is_flipped=item.is_flipped,
+        )
+        return self._entry(key, f"the picture {picture.origin}")[LATENT]
+
+    def _cell_weights(self, items: Sequence[Item], latents_BCHW: Tensor) -> Tensor | None:
+        """Weights (B, 1, H, W), ones for samples without a mask; None where none has one."""
+        if all(self._picture(item).mask is None for item in items):
+            return None
+        grid = (int(latents_BCHW.shape[2]), int(latents_BCHW.shape[3]))
+        return torch.stack([self._cells(item, grid) for item in items])[:, None]
+
+    def _cells(self, item: Item, grid: tuple[int, int]) -> Tensor:
+        picture = self._picture(item)
+        if picture.mask is None:
+            return torch.ones(grid)
+        key = mask_key(self._cache, picture.mask, self._samples[item.picture].crop, grid)
+        mask_HW = self._entry(key, f"the mask {picture.mask.origin}")[MASK]
+        shown_HW = mask_HW.flip(-1) if item.is_flipped else mask_HW
+        return weights_of(shown_HW, self.manifest.set_of(picture))
 
     def _embeddings(self, text: str) -> dict[str, Tensor]:
         """Tensors of all text encoders; no two give the same name."""

@@ -9,7 +9,6 @@ no floating point here: the same picture gets the same crop on every machine.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -112,16 +111,6 @@ def crop_plan(width: int, height: int, bucket: Bucket) -> CropPlan:
         (scaled[0] - bucket.width) // 2,
         (scaled[1] - bucket.height) // 2,
     )
-
-
-def plan_crops(
-    sizes: Iterable[tuple[int, int]], resolution: int, multiple: int
-) -> tuple[CropPlan, ...]:
-    """The crop of each picture, given (width, height) as it is looked at; smaller ones are enlarged.
-
-    Raises: RecipeError as bucket_of does.
-    """
-    return tuple(crop_plan(w, h, bucket_of(w, h, resolution, multiple)) for w, h in sizes)
 
 
 def _divide_rounded(dividend: int, divisor: int) -> int:

@@ -22,9 +22,11 @@ from outsize.base.errors import NotFinite, SourceError
 from outsize.base.journal import Journal
 from outsize.base.progress import OnProgress
 from outsize.data import media
+from outsize.data._colour import RGB, WHITE
 from outsize.data.buckets import CropPlan
 from outsize.data.cache import ContentCache
 from outsize.data.manifest import Manifest, Picture
+from outsize.data.samples import Sample, flips_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,13 +48,19 @@ class CacheReport:
 
 
 def latent_key(
-    cache: ContentCache, picture: Picture, crop: CropPlan, inputs: Mapping[str, Any]
+    cache: ContentCache,
+    picture: Picture,
+    crop: CropPlan,
+    inputs: Mapping[str, Any],
+    *,
+    background: RGB = WHITE,
+    is_flipped: bool = False,
 ) -> str:
-    """Key of a picture's latent: file content, crop, transform, and the encoder's own inputs."""
+    """Key of a picture's latent: file content, crop, transform, mirrored or not, and the encoder's own inputs."""
     return cache.key(
         kind="latent",
         picture=picture.digest,
-        pixels=media.crop_fields(crop),
+        pixels=media.crop_fields(crop, picture.look, background, is_flipped=is_flipped),
         encoder=dict(inputs),
     )
 
@@ -62,9 +70,19 @@ def text_key(cache: ContentCache, text: str, inputs: Mapping[str, Any]) -> str:
     return cache.key(kind="text", text=text, encoder=dict(inputs))
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A latent to encode."""
+
+    picture: Picture
+    crop: CropPlan
+    background: RGB
+    is_flipped: bool
+
+
 def cache_latents(
     manifest: Manifest,
-    crops: Sequence[CropPlan],
+    samples: Sequence[Sample],
     cache: ContentCache,
     open_encoder: OpenImageEncoder,
     inputs: Mapping[str, Any],
@@ -72,16 +90,13 @@ def cache_latents(
     progress: OnProgress | None = None,
     journal: Journal | None = None,
 ) -> CacheReport:
-    """Make sure that every picture's latent is cached.
+    """Make sure that the latents of all samples are cached, mirrored ones too where they may be drawn.
 
-    crops: one for each picture. inputs: what identifies encoder and settings. The encoder takes
+    inputs: what identifies encoder and settings. The encoder takes
     pixels (B, 3, H, W) fp32 in -1..1 and gives latents (B, C, h, w).
     Raises: SourceError when a picture changed since it was scanned; NotFinite naming the picture.
     """
-    jobs = {
-        latent_key(cache, picture, crop, inputs): (picture, crop)
-        for picture, crop in zip(manifest.pictures, crops, strict=True)
-    }
+    jobs = _latent_jobs(manifest, samples, cache, inputs)
     todo = _take_stock(cache, jobs, "latents", journal)
     counter = _Counter(len(todo), progress)
     if todo:
@@ -89,7 +104,7 @@ def cache_latents(
             for key, pixels_CHW in _decoded_ahead(pool, todo, jobs, cache):
                 if pixels_CHW is not None:
                     (latent_CHW,) = encode(pixels_CHW[None])
-                    _put(cache, key, {LATENT: latent_CHW}, f"picture {jobs[key][0].path}")
+                    _put(cache, key, {LATENT: latent_CHW}, f"picture {jobs[key].picture.origin}")
                 counter.add(is_encoded=pixels_CHW is not None)
     return counter.report(len(jobs))
 
@@ -163,10 +178,27 @@ class _Counter:
         return CacheReport(num_wanted - self.num_encoded, self.num_encoded)
 
 
+def _latent_jobs(
+    manifest: Manifest, samples: Sequence[Sample], cache: ContentCache, inputs: Mapping[str, Any]
+) -> dict[str, _Job]:
+    """All latents that may be drawn, by key, in order."""
+    jobs = {}
+    for sample in samples:
+        picture = manifest.pictures[sample.picture]
+        background = manifest.set_of(picture).background
+        for is_flipped in flips_of(manifest, sample):
+            job = _Job(picture, sample.crop, background, is_flipped)
+            key = latent_key(
+                cache, picture, sample.crop, inputs, background=background, is_flipped=is_flipped
+            )
+            jobs[key] = job
+    return jobs
+
+
 def _decoded_ahead(
     pool: ThreadPoolExecutor,
     keys: Sequence[str],
-    jobs: Mapping[str, tuple[Picture, CropPlan]],
+    jobs: Mapping[str, _Job],
     cache: ContentCache,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Each key with its pixels, or None where another process cached it meanwhile.
@@ -175,7 +207,7 @@ def _decoded_ahead(
     """
 
     def submit(key: str) -> Future[Tensor] | None:
-        return pool.submit(_read, *jobs[key]) if cache.missing([key]) else None
+        return pool.submit(_read, jobs[key]) if cache.missing([key]) else None
 
     ahead = submit(keys[0])
     for position, key in enumerate(keys):
@@ -184,20 +216,21 @@ def _decoded_ahead(
         yield key, pixels_CHW
 
 
-def _read(picture: Picture, crop: CropPlan) -> Tensor:
+def _read(job: _Job) -> Tensor:
+    picture = job.picture
     try:
-        content = picture.path.read_bytes()
+        content = picture.origin.read()
     except OSError as error:
-        raise SourceError(f"{picture.path} can no longer be read: {error}") from error
+        raise SourceError(f"{picture.origin} can no longer be read: {error}") from error
     if hashlib.sha256(content).hexdigest() != picture.digest:
-        raise SourceError(f"{picture.path} changed while the run was starting; start again")
-    image = media.decode(content)
+        raise SourceError(f"{picture.origin} changed while the run was starting; start again")
+    image = media.decode(content, job.background)
     if image.size != (picture.width, picture.height):
         raise SourceError(
-            f"{picture.path} decodes to {image.size[0]} x {image.size[1]} px, where the scan found "
+            f"{picture.origin} decodes to {image.size[0]} x {image.size[1]} px, where the scan found "
             f"{picture.width} x {picture.height}; delete the file of remembered sizes and start again"
         )
-    return media.pixels_of(image, crop)
+    return media.pixels_of(image, job.crop, is_flipped=job.is_flipped)
 
 
 def _put(cache: ContentCache, key: str, entry: Mapping[str, Tensor], what: str) -> None:

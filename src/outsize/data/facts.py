@@ -12,24 +12,32 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from outsize.base.files import write_json_atomically
-from outsize.data.media import TRANSFORM
+from outsize.data.media import LOOKS, TRANSFORM, Look
 
-Size = tuple[int, int]
+_VERSION = f"{TRANSFORM}, {LOOKS}"
 
 
-def read_facts(path: Path) -> dict[str, Size]:
-    """Width and height by digest, of pictures this version of the transform has decoded."""
+def read_facts(path: Path) -> dict[str, Look]:
+    """Looks by digest, of pictures this version of the transform has decoded."""
     try:
         stored = json.loads(path.read_bytes())
-        if stored["transform"] != TRANSFORM:
+        if stored["version"] != _VERSION:
             return {}
-        return {str(digest): (int(w), int(h)) for digest, (w, h) in stored["sizes"].items()}
+        return {str(digest): _look(*values) for digest, values in stored["looks"].items()}
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def add_facts(path: Path, new: Mapping[str, Size]) -> None:
+def add_facts(path: Path, new: Mapping[str, Look]) -> None:
     """Add to the file. Of two processes at once the last one's facts stay, which loses nothing."""
     merged = read_facts(path) | dict(new)
+    looks = {
+        digest: [one.width, one.height, one.has_alpha, one.has_profile, one.note]
+        for digest, one in merged.items()
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomically(path, {"transform": TRANSFORM, "sizes": merged})
+    write_json_atomically(path, {"version": _VERSION, "looks": looks})
+
+
+def _look(width: int, height: int, has_alpha: bool, has_profile: bool, note: str) -> Look:  # noqa: FBT001 - as stored
+    return Look(int(width), int(height), bool(has_alpha), bool(has_profile), str(note))

@@ -36,7 +36,10 @@ _SEED_BITS = 63  # torch.Generator.manual_seed takes a signed 64-bit number
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the schedule knows of a picture; its index is its place in the schedule's entries."""
+    """What the schedule knows of a picture at one resolution; its index is its place in the schedule's entries.
+
+    A picture that is to count twice is two entries.
+    """
 
     set_index: int
     bucket: Bucket
@@ -44,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One sample: which picture, whether its caption is dropped, and the seed of its noise.
+    """One sample: which entry, whether its caption is dropped, the seed of its noise, and whether it is mirrored.
 
     set_index: the picture's set. epoch: of that set, from 0. noise_seed: 63 bits. The low 32 bits alone differ, too, between the first 2**32 samples of a
     run: torch's CPU generator looks at no others.
@@ -55,6 +58,7 @@ class Item:
     noise_seed: int
     set_index: int
     epoch: int
+    is_flipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +81,11 @@ class Schedule:
         accumulate: int = 1,
         caption_dropout: float = 0.0,
         shares: Sequence[float | None] = (),
+        flips: Sequence[float] = (),
     ) -> None:
         """Make a schedule; it is cheap, and any two made alike are equal.
 
-        shares: for each set its share of samples, None for the sets that divide the rest by
+        flips: for each set the share of its samples that are mirrored; () is none. shares: for each set its share of samples, None for the sets that divide the rest by
         number of pictures; () is None for all.
         Raises: RecipeError when shares are not in 0..1, leave nothing or too much, or belong to a
         set without pictures.
@@ -92,6 +97,7 @@ class Schedule:
         self.batch = batch
         self.accumulate = accumulate
         self._dropout_bound = round(caption_dropout * 2**53)
+        self._flip_bounds = {index: round(share * 2**53) for index, share in enumerate(flips)}
         by_set: dict[int, dict[Bucket, list[int]]] = defaultdict(lambda: defaultdict(list))
         for index, entry in enumerate(entries):
             by_set[entry.set_index][entry.bucket].append(index)
@@ -118,8 +124,9 @@ class Schedule:
             for picture in pictures:
                 sample = number * self.batch + len(items)
                 drops = _hash(self.seed, "caption", sample) >> 11 < self._dropout_bound
+                flips = _hash(self.seed, "flip", sample) >> 11 < self._flip_bounds.get(set_index, 0)
                 seed = noise_seed(self.seed, sample)
-                items.append(Item(picture, drops, seed, set_index, epoch))
+                items.append(Item(picture, drops, seed, set_index, epoch, flips))
         return MicroBatch(tuple(items), bucket)
 
 

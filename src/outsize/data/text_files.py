@@ -115,7 +115,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 def place_of(path: Path, number: int) -> str:
     """How an error names a row."""
-    noun = "line" if path.suffix.lower() in {".jsonl", ".ndjson"} else "row"
+    noun = "line" if path.suffix.lower() in {".jsonl", ".ndjson", ".csv"} else "row"
     return f"{path}: {noun} {number}"
 
 
@@ -171,16 +171,16 @@ def _read_text(path: Path) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    parquet = _arrow("pyarrow.parquet", path)
+    parquet = import_arrow("pyarrow.parquet", path)
     try:
         with parquet.ParquetFile(path) as file:
             yield from _read_batches(file.iter_batches(batch_size=1024))
-    except _arrow("pyarrow", path).ArrowException as error:
+    except import_arrow("pyarrow", path).ArrowException as error:
         raise SourceError(f"{path}: is no parquet file that can be read: {error}") from error
 
 
 def _read_arrow(path: Path) -> Iterator[Row]:
-    arrow = _arrow("pyarrow", path)
+    arrow = import_arrow("pyarrow", path)
     with path.open("rb") as file:
         is_file = file.read(6) == b"ARROW1"  # the file format; datasets writes the stream format
         file.seek(0)
@@ -204,7 +204,11 @@ def _read_batches(batches: Iterator[Any]) -> Iterator[Row]:
             yield Row(number, value)
 
 
-def _arrow(module: str, path: Path) -> Any:
+def import_arrow(module: str, path: Path) -> Any:
+    """pyarrow, or a module of it, where a file is met that needs it.
+
+    Raises: SourceError naming the file, and the remedy, when it is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

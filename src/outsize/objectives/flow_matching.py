@@ -71,12 +71,14 @@ class FlowMatching:
     ) -> Tensor:
         """Mean over samples of weight x MSE; mixing, target and error are fp32.
 
-        Shapes: clean and noise (B, ...), all on one device; predict takes (noisy in `compute`, sigma_B fp32).
+        Shapes: clean and noise (B, ...), all on one device; weight_B (B,), or (B, 1, H, W) of each latent cell; predict takes (noisy in `compute`, sigma_B fp32).
         """
         clean, noise = clean.float(), noise.float()
         sigma = sigma_B.float().view(-1, *(1 for _ in clean.shape[1:]))
         noisy = (1 - sigma) * clean + sigma * noise
         error = predict(noisy.to(compute), sigma_B.float()).float() - (noise - clean)
+        if weight_B.dim() > 1:
+            return (weight_B.float() * error.square()).flatten(1).mean(dim=1).mean()
         per_sample_B = error.square().flatten(1).mean(dim=1)
         return (weight_B.float() * per_sample_B).mean()
 

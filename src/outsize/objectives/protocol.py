@@ -33,7 +33,10 @@ class FlowObjective(Protocol):
         weight_B: Tensor,
         compute: torch.dtype,
     ) -> Tensor:
-        """Mean over samples of weight x MSE, in fp32; predict takes (noisy in `compute`, sigma_B)."""
+        """Mean over samples of weight x MSE, in fp32; predict takes (noisy in `compute`, sigma_B).
+
+        weight_B: of each sample (B,), or of each latent cell (B, 1, H, W).
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,14 +36,14 @@ def make_plan(
     recipe: Recipe,
     machine: MachineProfile,
     *,
-    num_samples: int | None = None,
+    num_samples: tuple[int, ...] | None = None,
     rates: Rates | None = None,
     has_triton: bool = True,
     found: Mapping[str, Found] | None = None,
 ) -> Plan:
     """What the recipe costs on the machine; a plan that does not fit says so and names a remedy.
 
-    num_samples: of what the recipe learns from, for the size of caches; None when it is not known. rates: of the machine; None:
+    num_samples: of what the recipe learns from, by set, for the size of caches; None when it is not known. rates: of the machine; None:
     those of its card in the table, or a guess. has_triton: whether what compiles blocks is installed. found: of sources
     that hold matrices in 4 bits, by slot.
     Raises: RecipeError for names that do not exist or a recipe that would train nothing.
@@ -145,7 +145,7 @@ def _draft(
     machine: MachineProfile,
     rates: Rates,
     *,
-    num_samples: int | None = None,
+    num_samples: tuple[int, ...] | None = None,
     has_triton: bool = True,
     found: Mapping[str, Found] | None = None,
 ) -> Plan:

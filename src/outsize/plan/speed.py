@@ -9,7 +9,8 @@ ways of computing at two sizes, resident; the streamed figures follow from the s
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import statistics
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from outsize.devices._rates import COMPUTE_TYPE, Rates, operand_bytes
@@ -62,7 +63,23 @@ class StepTime:
 
 
 def step_time(work: Work, holding: Holding, compute: Compute, rates: Rates) -> StepTime:
-    """Seconds of one step under a holding; accumulated passes and the update included."""
+    """Seconds of one step under a holding; accumulated passes and the update included.
+
+    The mean over all that passes may be like; what binds them is that of the largest.
+    """
+    times = [
+        _step_time(replace(work, demand=demand), holding, compute, rates)
+        for demand in (work.demand, *work.demand.others)
+    ]
+    means = {
+        name: statistics.fmean(getattr(one, name) for one in times)
+        for name in ("seconds", "compute_s", "bus_s", "disk_s", "hidden")
+    }
+    return StepTime(bound=times[0].bound, **means)
+
+
+def _step_time(work: Work, holding: Holding, compute: Compute, rates: Rates) -> StepTime:
+    """Seconds of one step when all its passes are as the demand says."""
     up, down = _block_seconds(work, holding, compute, rates)
     head_s = work.demand.head_flops(work) / _matmul(rates, COMPUTE_TYPE)
     if holding.has_vocabulary_on_host:  # the head is brought once a pass, and nothing hides it

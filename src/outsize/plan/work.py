@@ -47,6 +47,10 @@ class Demand(Protocol):
         """Tokens of one pass over the blocks, all that goes through them, of the whole batch."""
 
     @property
+    def others(self) -> Sequence[Demand]:
+        """What else passes may be like, smaller and each as often; none: all are like this one."""
+
+    @property
     def sample_tokens(self) -> int:
         """Tokens that go through the blocks at once while sampling."""
 
@@ -122,12 +126,12 @@ def work_of(
     recipe: Recipe,
     *,
     has_gpu: bool,
-    num_samples: int | None = None,
+    num_samples: tuple[int, ...] | None = None,
     found: Mapping[str, Found] | None = None,
 ) -> Work:
     """Resolve a recipe to numbers; no torch, nothing opened.
 
-    num_samples: of what there is to learn from, where known. found: of sources that hold matrices in 4 bits, by slot.
+    num_samples: of what there is to learn from, by set, where known. found: of sources that hold matrices in 4 bits, by slot.
     Raises: RecipeError for names that do not exist, an adapter that matches nothing, or data that the base cannot take.
     """
     check_names(recipe)

@@ -62,35 +62,30 @@ class PictureTask:
         """Dialects find names by layouts."""
         return Naming()
 
-    def count(self, recipe: Recipe) -> int | None:
-        """Picture files in the recipe's folders, counted by name; None when none of the folders is there."""
-        folders = [one.folder for one in recipe.pictures.sets if one.folder.is_dir()]
-        if not folders:
-            return None
-        from outsize.data.manifest import PICTURE_EXTENSIONS  # only now: it brings numpy and pillow
+    def count(self, recipe: Recipe) -> tuple[int, ...] | None:
+        """Pictures by set, counted by name; None when some are not there, or cannot be counted."""
+        from outsize.app.pictures import count_pictures  # only now: it brings numpy and pillow
 
-        return sum(
-            path.suffix.lower() in PICTURE_EXTENSIONS
-            for folder in folders
-            for path in folder.rglob("*")
-        )
+        return count_pictures(recipe)
 
     def require(self, recipe: Recipe) -> None:
-        """Refuse folders of pictures that are not there.
+        """Refuse folders and files that are not there.
 
         Raises: SourceError naming all of them.
         """
-        missing = [str(one.folder) for one in recipe.pictures.sets if not one.folder.is_dir()]
+        from outsize.app.pictures import missing_places
+
+        missing = ", ".join(map(str, missing_places(recipe)))
         if missing:
             raise SourceError(
-                f"no such folder of pictures: {', '.join(missing)}; put pictures there, or correct data.sets in the recipe"
+                f"no such folder of pictures: {missing}; put pictures there, or correct data.sets in the recipe"
             )
 
     def preview(
         self, recipe: Recipe, num_samples: int, *, offline: bool, progress: Progress
     ) -> Preview:
         """Pictures and captions by set."""
-        from outsize.app.encode import preview_pictures
+        from outsize.app.pictures import preview_pictures
 
         del offline, progress  # pictures lie on this machine, and are scanned in a moment
         return preview_pictures(recipe, num_samples)

@@ -44,7 +44,7 @@ class TextTask:
 
         return naming_of(recipe)
 
-    def count(self, _recipe: Recipe) -> int | None:
+    def count(self, _recipe: Recipe) -> tuple[int, ...] | None:
         """Files tell their samples only when they are read."""
         return None
 

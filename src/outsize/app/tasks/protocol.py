@@ -153,8 +153,8 @@ class Task(Protocol):
     def noun(self) -> str:
         """What is learned from, as in "the pictures or captions changed since"."""
 
-    def count(self, recipe: Recipe) -> int | None:
-        """Samples that the recipe names, counted without reading them; None when they are not there, or not countable."""
+    def count(self, recipe: Recipe) -> tuple[int, ...] | None:
+        """Samples of each set of the recipe, counted without reading them; None when they are not there, or not countable."""
 
     def require(self, recipe: Recipe) -> None:
         """Refuse data that is not there, before anything slow begins.

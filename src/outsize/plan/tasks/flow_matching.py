@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from outsize.base.errors import RecipeError
@@ -38,7 +38,12 @@ _OF_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class PictureDemand:
-    """Numbers of one recipe. tokens, sample_tokens: text included. context: tokens of one picture and its text."""
+    """Numbers of one recipe, at the largest of its resolutions.
+
+    tokens, sample_tokens: text included. context: tokens of one picture and its text. others: the same at the smaller
+    resolutions. cached_elements: numbers in all latents and masks that are kept, whatever their resolution, mirrored ones
+    too. forms: in words, what is kept of a picture.
+    """
 
     tokens: int
     context: int
@@ -49,6 +54,9 @@ class PictureDemand:
     latent_elements: int
     condition_elements: int
     num_pictures: int | None
+    cached_elements: int
+    forms: str = ""
+    others: tuple[PictureDemand, ...] = ()
 
     def mixing_flops(self, work: Work) -> Sequence[float]:
         """Every token sees all others of its picture and text."""
@@ -83,16 +91,20 @@ class PictureDemand:
 
     def disk(self, _work: Work) -> Iterator[Item]:
         """The content cache."""
-        per_picture = self.latent_elements * 4 + self.condition_elements * 2
         count = self.num_pictures
         named = "one picture" if count is None else f"{count} pictures"
-        why = f"latents and embeddings of {named}"
-        yield Item("cache", "disk", per_picture * (count or 1), why)
+        why = f"latents and embeddings of {named}{self.forms}"
+        # a caption each, and the empty one is too small a part to be counted
+        embeddings = self.condition_elements * 2 * (count or 1)
+        yield Item("cache", "disk", self.cached_elements * 4 + embeddings, why)
 
     def notes(self, _work: Work) -> Iterator[str]:
         """Whether there are pictures."""
         if self.num_pictures is None:
-            yield "the folders of pictures are not there yet: the cache is counted for one picture"
+            yield "how many pictures there are is not known yet: the cache is counted for one of each set"
+        if self.others:
+            sides = len(self.others) + 1
+            yield f"{sides} resolutions: memory is for the largest, seconds are their mean"
 
     def _caching_text(self, work: Work, part: Conditioner, holding: Holding) -> Phase:
         """One text encoder over one caption."""
@@ -137,18 +149,33 @@ class PicturePlan:
         yield from unused(recipe, _OF_TEXT, "pictures")
 
     def demand(
-        self, recipe: Recipe, conditioners: tuple[Conditioner, ...], num_samples: int | None
+        self,
+        recipe: Recipe,
+        conditioners: tuple[Conditioner, ...],
+        num_samples: tuple[int, ...] | None,
     ) -> PictureDemand:
         """Tokens, pixels and elements of the recipe's pictures.
 
         Raises: RecipeError when pictures are smaller than a token.
         """
+        sides = recipe.pictures.resolutions
+        *others, largest = (self._at(side, recipe, conditioners, num_samples) for side in sides)
+        return replace(largest, others=tuple(others))
+
+    def _at(
+        self,
+        side: int,
+        recipe: Recipe,
+        conditioners: tuple[Conditioner, ...],
+        num_samples: tuple[int, ...] | None,
+    ) -> PictureDemand:
+        """The demand when a pass is of one resolution."""
         family = cast("BaseFamily", FAMILIES.load(recipe.base.family))
         variant = recipe.base.variant
         conditions = family.condition_shapes(variant)
         text_tokens = sum(shape[0] for shape in conditions.values() if len(shape) == 2)
-        side = recipe.pictures.resolution
-        wide, high = recipe.compare.width or side, recipe.compare.height or side
+        largest = recipe.pictures.largest
+        wide, high = recipe.compare.width or largest, recipe.compare.height or largest
         latent = _latent_shape(conditioners, height=side, width=side)
         sample_latent = _latent_shape(conditioners, height=high, width=wide)
         together = max(1, _PIXELS_TOGETHER // (wide * high))
@@ -162,20 +189,27 @@ class PicturePlan:
             sample_pixels=together * wide * high,
             latent_elements=math.prod(latent),
             condition_elements=_elements(conditions),
-            num_pictures=num_samples,
+            num_pictures=None if num_samples is None else sum(num_samples),
+            cached_elements=_cached_elements(recipe, conditioners, num_samples),
+            forms=_forms(recipe),
         )
 
     def shape(self, recipe: Recipe) -> str:
-        """The resolution."""
-        return f"{recipe.pictures.resolution} px"
+        """The largest resolution."""
+        return f"{recipe.pictures.largest} px"
 
     def levers(self, recipe: Recipe) -> Iterator[list[Edits]]:
-        """A smaller resolution.
+        """A smaller resolution; of several the largest are left out first.
 
         A recipe that says where to compare says so on purpose; otherwise comparing follows the training resolution.
         """
-        now = recipe.pictures.resolution
-        yield [(("data.resolution", side),) for side in _SIDES if side < now]
+        now = recipe.pictures.resolutions
+        fewer = [list(now[:count]) for count in range(len(now) - 1, 0, -1)]
+        smaller = [[side] for side in _SIDES if side < min(now)]
+        yield [
+            (("data.resolution", sides[0] if len(sides) == 1 else sides),)
+            for sides in (*fewer, *smaller)
+        ]
 
 
 def _codec_of(conditioners: tuple[Conditioner, ...]) -> Conditioner:
@@ -213,6 +247,31 @@ def _latent_shape(
     return codec.latent_shape(
         part.variant, height // multiple * multiple, width // multiple * multiple
     )
+
+
+def _cached_elements(
+    recipe: Recipe, conditioners: tuple[Conditioner, ...], num_samples: tuple[int, ...] | None
+) -> int:
+    """Numbers in the latents and masks of all pictures, one of each set where their number is not known."""
+    total = 0
+    counts = num_samples or (1,) * len(recipe.pictures.sets)
+    for item, count in zip(recipe.pictures.sets, counts, strict=True):
+        forms = 2 if 0 < item.flip < 1 else 1
+        has_masks = item.masks is not None or item.alpha_as_mask
+        for side in recipe.pictures.resolutions:
+            channels, height, width = _latent_shape(conditioners, height=side, width=side)
+            total += count * (forms * channels + has_masks) * height * width
+    return total
+
+
+def _forms(recipe: Recipe) -> str:
+    """What is kept of each picture, where it is more than one latent."""
+    sets, num_sides = recipe.pictures.sets, len(recipe.pictures.resolutions)
+    said = [f" at {num_sides} resolutions"] if num_sides > 1 else []
+    flipped = sum(0 < item.flip < 1 for item in sets)
+    if flipped:
+        said.append(" mirrored too" if flipped == len(sets) else " some mirrored too")
+    return ",".join(said)
 
 
 def _elements(conditions: Mapping[str, tuple[int, ...]]) -> int:

@@ -61,6 +61,11 @@ class TextDemand:
         return self.batch * self.window
 
     @property
+    def others(self) -> Sequence[TextDemand]:
+        """Every row is padded to the window."""
+        return ()
+
+    @property
     def sample_tokens(self) -> int:
         """A prompt goes through at once; what is written after it, token by token."""
         return self.window
@@ -159,7 +164,10 @@ class TextPlan:
         yield from unused(recipe, _OF_PICTURES, "text")
 
     def demand(
-        self, recipe: Recipe, _conditioners: tuple[Conditioner, ...], _num_samples: int | None
+        self,
+        recipe: Recipe,
+        _conditioners: tuple[Conditioner, ...],
+        _num_samples: tuple[int, ...] | None,
     ) -> TextDemand:
         """Rows of the recipe's window."""
         base, data = recipe.base, recipe.texts

@@ -36,9 +36,12 @@ class PlanTask(Protocol):
         """What of a recipe says something that this task has no use for; data of another kind first of all."""
 
     def demand(
-        self, recipe: Recipe, conditioners: tuple[Conditioner, ...], num_samples: int | None
+        self,
+        recipe: Recipe,
+        conditioners: tuple[Conditioner, ...],
+        num_samples: tuple[int, ...] | None,
     ) -> Demand:
-        """What a recipe asks of the machine. num_samples: of what there is to learn from; None: not known.
+        """What a recipe asks of the machine. num_samples: of what there is to learn from, by set; None: not known.
 
         Raises: RecipeError when the base cannot take such data.
         """
