@@ -46,3 +46,18 @@ def measure(fmt: Format, matrix: Tensor) -> Accuracy:
         max_abs_error=float(difference.abs().max()),
         bits_per_weight=8 * num_bytes / matrix.numel(),
     )
+
+
+def heavy_tailed(num_rows: int, num_columns: int, seed: int, *, outliers: int = 0) -> Tensor:
+    """Weights of Student's t with four degrees of freedom, whose tails are as heavy as trained matrices' at their worst.
+
+    outliers: columns, evenly spaced, that are eight times as large.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(5, num_rows, num_columns, generator=generator)
+    drawn = 0.02 * normal[0] / (normal[1:].square().sum(0) / 4).sqrt()
+    for number in range(outliers):
+        drawn[:, (2 * number + 1) * num_columns // (2 * outliers)] *= 8
+    return drawn

@@ -32,6 +32,8 @@ FORMATS = (
     ("nf4", {"group": 32, "scales": "fp16"}),
     ("nf4", {"group": 64, "scales": "double"}),
     ("int4", {}),
+    ("int8", {"group": 64}),
+    ("fp8", {}),
     ("plain", {"dtype": "bf16"}),
 )
 

@@ -16,8 +16,8 @@ from engine_support import TinyBase, make_tiny, tiny_inputs
 from torch import Tensor, nn
 
 from outsize.arithmetic.protocol import ARITHMETICS, Arithmetic
-from outsize.formats import _int4_kernels, _nf4_kernels
-from outsize.formats.protocol import make_format
+from outsize.formats import _hadamard, _int4_kernels, _nf4_kernels
+from outsize.formats.protocol import Format, make_format
 from outsize.layers.block import EagerRunner, wrap_block
 from outsize.layers.compiled import BlockCompiler
 from outsize.layers.frozen import FrozenLinear
@@ -39,10 +39,10 @@ class Mlp(nn.Module):
     """A block of two frozen linears with something between, and a gain that learns."""
 
     def __init__(
-        self, arithmetic: Arithmetic, seed: int, power: int, *, name: str = "plain"
+        self, arithmetic: Arithmetic, seed: int, power: int, *, fmt: Format | None = None
     ) -> None:
         super().__init__()
-        fmt, self.power = make_format(name), power
+        fmt, self.power = fmt or make_format("plain"), power
         self.up, self.down = (
             FrozenLinear(
                 *sizes, has_bias=True, fmt=fmt, compute=torch.float32, arithmetic=arithmetic
@@ -74,10 +74,12 @@ class Blocks:
         *,
         name: str = "bf16",
         fmt: str = "plain",
+        options: Mapping[str, object] | None = None,
         powers: tuple[int, ...] = (1, 1, 1),
     ) -> None:
         arithmetic = ARITHMETICS.load(name)
-        self.blocks = [Mlp(arithmetic, seed, power, name=fmt) for seed, power in enumerate(powers)]
+        made = make_format(fmt, options)
+        self.blocks = [Mlp(arithmetic, seed, power, fmt=made) for seed, power in enumerate(powers)]
         runner: Any = compiler or EagerRunner
         for number, block in enumerate(self.blocks):
             wrap_block(block, number, self, recomputes=True, make_runner=runner)
@@ -155,15 +157,31 @@ def test_keeping_activations_is_no_way_to_run_a_compiled_block(compiler: BlockCo
         blocks.gradients(8)
 
 
-@pytest.mark.parametrize("name", ["nf4", "int4"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("nf4", {}),
+        ("nf4", {"scale_search": True, "rotation": "hadamard"}),
+        ("int4", {}),
+        ("int8", {}),
+        ("int8", {"group": 32}),
+        ("fp8", {}),
+        ("fp8", {"values": "e5m2", "scales": "tensor"}),
+    ],
+    ids=str,
+)
 def test_a_format_that_is_first_used_in_a_compiled_block_keeps_its_values(
-    name: str, compiler: BlockCompiler, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    options: dict[str, object],
+    compiler: BlockCompiler,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a format looks up is made at first use, and kept; made within a trace it would have no values, for everybody."""
     monkeypatch.setattr(_nf4_kernels, "_decode_tables", {})
     monkeypatch.setattr(_int4_kernels, "_tables", {})
-    found = Blocks(compiler, fmt=name).gradients(8)
-    assert equal(found, Blocks(None, fmt=name).gradients(8))
+    monkeypatch.setattr(_hadamard, "_tables", {})
+    found = Blocks(compiler, fmt=name, options=options).gradients(8)
+    assert equal(found, Blocks(None, fmt=name, options=options).gradients(8))
 
 
 # --- a whole base ----------------------------------------------------------------------------------

@@ -22,17 +22,19 @@ from safetensors.torch import load_file, save_file
 
 from outsize.base.errors import FormatError, RecipeError
 from outsize.base.parts import part_key
-from outsize.formats import _slabs
+from outsize.formats import _hadamard, _slabs
 from outsize.formats.protocol import FORMATS, Format, make_format
 
 
 def _every_format() -> list[Format]:
-    """Every plug-in with every combination of its options, which are all Literals."""
+    """Every plug-in with every combination of its options, which are all Literals or yes and no."""
     made = []
     for name in FORMATS.names():
         hints = typing.get_type_hints(FORMATS.load(name))
         fields = [field.name for field in dataclasses.fields(FORMATS.load(name))]
-        choices = itertools.product(*(typing.get_args(hints[field]) for field in fields))
+        choices = itertools.product(
+            *(typing.get_args(hints[field]) or (False, True) for field in fields)
+        )
         made += [make_format(name, dict(zip(fields, values, strict=True))) for values in choices]
     return made
 
@@ -165,6 +167,20 @@ def _bound(fmt: Format, matrix: torch.Tensor) -> torch.Tensor:
     if described["name"] == "plain":
         unit = {"bf16": 2**-8, "fp16": 2**-11, "fp32": 2**-24}[described["dtype"]]
         return matrix.abs() * unit + 2**-25  # fp16's smallest step is 2**-24
+    if described["name"] == "fp8":
+        whole = (1, -1) if described["scales"] == "tensor" else (len(matrix), -1)
+        absmax = matrix.reshape(whole).abs().amax(1, keepdim=True)
+        # Half a step of 3 or 2 bits of mantissa; below the smallest normal number, half of its fixed step.
+        half, smallest = {"e4m3": (2**-4, 2**-10 / 448), "e5m2": (2**-3, 2**-17 / 57344)}[
+            described["values"]
+        ]
+        return matrix.abs() * (half + 1e-6) + absmax * smallest + 1e-35
+    if described["name"] == "int8":
+        columns = matrix.shape[1] if described["group"] == "row" else described["group"]
+        absmax = matrix.view(-1, columns).abs().amax(1, keepdim=True)
+        # Half a step; bf16 moves it by 2**-9, and what was rounded down cuts off as much of the largest.
+        bound = absmax * (1 / 254 + (described["group"] != "row") * 2**-9) * (1 + 1e-5) + 1e-35
+        return bound.expand_as(matrix.view(-1, columns)).reshape(matrix.shape)
     groups = matrix.view(-1, described["group"])
     if described["name"] == "int4":
         low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
@@ -172,9 +188,17 @@ def _bound(fmt: Format, matrix: torch.Tensor) -> torch.Tensor:
         # fp16 moves the minimum by 2**-11 of it and fifteen steps by 2**-11 of them; 2**-20 for its smallest numbers.
         bound = step / 2 + 2**-11 * (low.abs() + 16 * step) + 2**-20
     else:
+        if described.get("rotation") == "hadamard":
+            # Turned weights are sums of a block's; what they lose, turning back spreads over the block likewise.
+            norms = matrix.view(-1, _hadamard.block_size(matrix.shape[1])).norm(dim=1, keepdim=True)
+            groups = norms.expand(-1, _hadamard.block_size(matrix.shape[1])).reshape(matrix.shape)
+            groups = groups.reshape(-1, described["group"]) * math.sqrt(matrix.shape[1])
         absmax = groups.abs().amax(1, keepdim=True)
         # -1 and -0.696 are furthest apart: 0.1520; fp16 moves all by 2**-11, fp32's rounding is far below 1e-6.
         bound = absmax * (0.15191 + 2**-11 * (described["scales"] == "fp16")) + 2**-24
+        if described.get("scale_search"):
+            # No group loses more than with its largest magnitude as scale, all of it in one weight at worst.
+            bound = bound * math.sqrt(described["group"])
         if described["scales"] == "double":
             centred = (
                 absmax - absmax.mean()
@@ -354,6 +378,7 @@ def test_accuracy_is_that_of_the_definition() -> None:
         ("nf4", {"group": 32}, 0.0873, 5.0),
         ("nf4", {"group": 32, "scales": "fp16"}, 0.0873, 4.5),
         ("int4", {"group": 32}, 0.0783, 5.0),  # gguf's Q4_1, the same construction
+        ("fp8", {}, 0.0265, 8.03),  # quanto's qfloat8, 0.0267 with a scale for longer rows
     ],
 )
 def test_the_error_on_gaussian_weights_is_the_known_one(

@@ -35,7 +35,10 @@ FORMATS: tuple[Any, ...] = (
     "nf4",
     {"name": "nf4", "group": 32, "scales": "fp16"},
     {"name": "nf4", "scales": "double"},
+    {"name": "nf4", "group": 32, "scale_search": True, "rotation": "hadamard"},
     "int4",
+    "int8",
+    "fp8",
     "plain",
 )
 

@@ -22,11 +22,14 @@ from torch import Tensor
 
 from outsize.formats import _nested
 from outsize.formats import _nf4_kernels as kernels
+from outsize.formats._hadamard import make_tables, turn, turn_back, turn_rows_back
 from outsize.formats._nf4_values import VALUES
 
 Decode = Callable[[Tensor, Tensor, tuple[int, ...], torch.dtype, int], Tensor]
 _LARGEST_E4M3 = 448.0
 _SMALLEST_SCALE = 1e-30  # stands for that of a row of zeros
+_CPU_PIECE = 2**18  # numbers that are turned back at once; these stay in the cache
+_CARD_PIECE = 2**24
 _kernels: dict[tuple[str, int | None], Kernel] = {}
 
 
@@ -70,6 +73,52 @@ def decode(
     codes = parts["codes"]
     kernel = kernel_of(codes.device.type, codes.device.index, quant_type)
     return kernel.decode(codes, _scales(parts, kernel), shape, dtype, group)
+
+
+def decode_back(
+    parts: Mapping[str, Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    group: int,
+    quant_type: str,
+) -> Tensor:
+    """As `decode`, of a matrix that was turned before it was encoded; some rows at a time, since turning takes fp32."""
+    codes = parts["codes"].reshape(-1)
+    kernel = kernel_of(codes.device.type, codes.device.index, quant_type)
+    scales, num_columns = _scales(parts, kernel), shape[1]
+    make_tables(codes.device)
+    out_NK = torch.empty(shape, dtype=dtype, device=codes.device)
+    step = max(1, (_CPU_PIECE if codes.device.type == "cpu" else _CARD_PIECE) // num_columns)
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        some = codes[start * num_columns // 2 : stop * num_columns // 2]
+        some_scales = scales[start * num_columns // group : stop * num_columns // group]
+        rows = kernel.decode(some, some_scales, (stop - start, num_columns), torch.float32, group)
+        out_NK[start:stop] = turn_rows_back(rows)
+    return out_NK
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """Products with a matrix as it is kept, its inputs turned; see protocol.py."""
+
+    group: int
+    quant_type: str
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Activations (..., K) to match."""
+        return turn(x)
+
+    def turn_back(self, grad: Tensor) -> Tensor:
+        """The gradient of what was turned."""
+        return turn_back(grad)
+
+    def decode(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """The matrix (N, K) as it is kept."""
+        return decode(parts, shape, dtype, group=self.group, quant_type=self.quant_type)
 
 
 def e4m3_scales(

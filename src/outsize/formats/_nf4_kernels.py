@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outsize.formats._hadamard import turn_rows
+from outsize.formats._nf4_search import best_scales
 from outsize.formats._nf4_values import VALUES
 from outsize.formats._nibbles import look_up, pack, pair_table, spans
 from outsize.formats._slabs import refuse_non_finite
@@ -23,13 +25,23 @@ _decode_tables: dict[torch.device, Tensor] = {}
 _encode_tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
-def encode_rows(rows_RK: Tensor, first_row: int, *, group: int, is_half: bool) -> dict[str, Tensor]:
+def encode_rows(
+    rows_RK: Tensor,
+    first_row: int,
+    *,
+    group: int,
+    is_half: bool,
+    is_searched: bool = False,
+    is_turned: bool = False,
+) -> dict[str, Tensor]:
     """Codes (R*K/2,) uint8 and scales (R*K/group,) fp32, or fp16 if is_half, of rows in any float dtype.
 
+    is_searched: scales are those that lose least. is_turned: the rows are turned first.
     Raises: FormatError naming the first row that is not finite, or whose scale exceeds fp16.
     """
     rows = len(rows_RK)
-    groups_Gg = rows_RK.reshape(-1, group).float()
+    wide_RK = turn_rows(rows_RK.float()) if is_turned else rows_RK.float()
+    groups_Gg = wide_RK.reshape(-1, group)
     absmax_G = groups_Gg.abs().amax(dim=1)
     refuse_non_finite(absmax_G.view(rows, -1), first_row, "is not finite")
     scales_G = absmax_G.half() if is_half else absmax_G
@@ -39,11 +51,26 @@ def encode_rows(rows_RK: Tensor, first_row: int, *, group: int, is_half: bool) -
             first_row,
             f"holds {float(absmax_G.amax()):.3g}, too large for fp16 scales; set scales to fp32",
         )
+    if is_searched:
+        absmax_G = best_scales(groups_Gg, absmax_G, _values_of, is_half=is_half)
+        scales_G = absmax_G.half() if is_half else absmax_G
+    codes = _codes_of(_units(groups_Gg, absmax_G[:, None]).view(-1))
+    return {"codes": pack(codes), "scales": scales_G}
+
+
+def _units(groups_Gg: Tensor, scales_G1: Tensor) -> Tensor:
+    """Weights over their scale, in [-1, 1]."""
     # As bitsandbytes does it: multiply by the reciprocal, which 1e-38 keeps finite for a group of zeros.
     # Where a device takes so small a number for 0, the reciprocal is infinite: such a group is zeros to it.
-    inverse_G = (1.0 / absmax_G.clamp(min=1e-38)).nan_to_num_(posinf=0.0)
-    units = (groups_Gg * inverse_G[:, None]).clamp_(-1, 1).view(-1)
-    return {"codes": pack(_codes_of(units)), "scales": scales_G}
+    inverse_G1 = (1.0 / scales_G1.clamp(min=1e-38)).nan_to_num_(posinf=0.0)
+    return (groups_Gg * inverse_G1).clamp_(-1, 1)
+
+
+def _values_of(groups_Gg: Tensor, scales_G1: Tensor) -> Tensor:
+    """The value that the code of each weight stands for, before scaling."""
+    codes = _codes_of(_units(groups_Gg, scales_G1).view(-1)).int()
+    table = torch.tensor(VALUES, device=codes.device)
+    return table.index_select(0, codes).view(groups_Gg.shape)
 
 
 def _codes_of(units: Tensor) -> Tensor:

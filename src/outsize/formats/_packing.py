@@ -113,6 +113,6 @@ def assign(table: ShapeTable, fmt: Format, plain: Format) -> Packing:
 def _reason(spec: TensorSpec, fmt: Format) -> str:
     described = fmt.describe()
     name, group = described["name"], described.get("group")
-    if group and len(spec.shape) == 2:
+    if isinstance(group, int) and len(spec.shape) == 2:
         return f"its {spec.shape[1]} columns are no multiple of {name}'s group of {group}"
     return f"{name} does not hold the shape {spec.shape}"

@@ -1,7 +1,8 @@
 """nf4: 4-bit normal floats in bitsandbytes' layout, byte for byte; its kernels where they serve, plain torch elsewhere.
 
 A group's weights are divided by the largest magnitude in it and each becomes the nearest of sixteen values, which are
-spaced as a normal distribution's quantiles are. Source: QLoRA, arXiv 2305.14314, section 3 and appendix E.
+spaced as a normal distribution's quantiles are. Source: QLoRA, arXiv 2305.14314, section 3 and appendix E. Two options
+lose less in the same bits: scales that are searched, and inputs that are turned before (_nf4_search.py, _hadamard.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from outsize.base.quantised import StoredForm
     from outsize.formats._nf4_adopt import Adopter
-    from outsize.formats.protocol import Encoder
+    from outsize.formats.protocol import Encoder, Turning
 
 _CODE_VERSION = 1
 _QUANT_TYPE = "nf4"  # the name of this table of values in bitsandbytes
@@ -33,14 +34,20 @@ class NF4:
 
     scales: how the group's largest magnitude is kept. fp32 is bitsandbytes' own (4.5 bits per weight in groups of 64),
     fp16 loses nothing measurable (4.25), double is bitsandbytes' double quantisation (4.13).
+    scale_search: each group's scale is the one that loses least; the bytes stay bitsandbytes', preparing takes several times
+    as long. rotation: what is kept is the matrix with its inputs turned by a Hadamard matrix; `decode` turns it back.
     """
 
     group: Literal[64, 32] = 64
     scales: Literal["fp32", "fp16", "double"] = "fp32"
+    scale_search: bool = False
+    rotation: Literal["none", "hadamard"] = "none"
 
     def describe(self) -> dict[str, Any]:
-        """Name, options and code version."""
-        return {"name": "nf4", **asdict(self), "code_version": _CODE_VERSION}
+        """Name, options and code version; options that came later only where they are used, for keys made before."""
+        described = {"name": "nf4", **asdict(self), "code_version": _CODE_VERSION}
+        unused = {"scale_search": False, "rotation": "none"}
+        return {key: one for key, one in described.items() if unused.get(key, ...) != one}
 
     def kernel(self, device: torch.device) -> str:
         """What decodes there: "bitsandbytes 0.50.2", or "torch" with the reason when something is amiss.
@@ -86,7 +93,14 @@ class NF4:
         refuse_ungrouped(shape, self.group, "nf4")
 
         def encode_chunk(rows_RK: Tensor, first_row: int) -> dict[str, Tensor]:
-            return encode_rows(rows_RK, first_row, group=self.group, is_half=self.scales == "fp16")
+            return encode_rows(
+                rows_RK,
+                first_row,
+                group=self.group,
+                is_half=self.scales == "fp16",
+                is_searched=self.scale_search,
+                is_turned=self._is_turned,
+            )
 
         return SlabEncoder(
             shape, encode_chunk, quantise_scales if self.scales == "double" else dict
@@ -101,6 +115,9 @@ class NF4:
                 f"set `group` to {form.group}" if form.group in _GROUPS else "no option has them"
             )
             return f"is in groups of {form.group}, not of {self.group}: {remedy}"
+        if self.scale_search or self._is_turned:
+            option = "`rotation` to none" if self._is_turned else "`scale_search` to false"
+            return f"was chosen without it: set {option}"
         if not self.supports(shape):
             return f"has the shape {list(shape)}, whose rows are no whole groups of {form.group}"
         is_double = form.nested_group is not None
@@ -121,14 +138,25 @@ class NF4:
         self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
         """The matrix (N, K) in `dtype`, computed in fp32 and rounded once; by the kernel that `kernel` names."""
-        from outsize.formats._nf4_decode import decode
+        from outsize.formats._nf4_decode import decode, decode_back
 
-        return decode(parts, shape, dtype, group=self.group, quant_type=_QUANT_TYPE)
+        how = decode_back if self._is_turned else decode
+        return how(parts, shape, dtype, group=self.group, quant_type=_QUANT_TYPE)
+
+    def turning(self) -> Turning | None:
+        """How a product with the matrix as it is kept, its inputs turned, is made; None where they are not."""
+        from outsize.formats._nf4_decode import Turned
+
+        return Turned(self.group, _QUANT_TYPE) if self._is_turned else None
+
+    @property
+    def _is_turned(self) -> bool:
+        return self.rotation == "hadamard"
 
     def e4m3_scales(
         self, parts: Mapping[str, Tensor], shape: tuple[int, ...]
     ) -> tuple[Tensor, Tensor] | None:
-        """Scales (N, 1) and (K, 1) fp32 for `decode_e4m3`; None where no kernel decodes to it."""
+        """Scales (N, 1) and (K, 1) fp32 for `decode_e4m3`; None where no kernel decodes to it. Of the matrix as it is kept."""
         from outsize.formats._nf4_decode import e4m3_scales
 
         return e4m3_scales(parts, shape, group=self.group, quant_type=_QUANT_TYPE)

@@ -52,6 +52,25 @@ class Adopting(Protocol):
         """Takes a matrix with which `adopts` finds no fault; stored: its parts beside the codes."""
 
 
+class Turning(Protocol):
+    """Products with a matrix W R, kept in place of W: x W' = (x R)(W R)', R orthogonal.
+
+    Turning activations costs about block / N of the product, which has N outputs; turning the matrix back, several times as
+    much as decoding it. So products are made with what is kept.
+    """
+
+    def turn(self, x: Tensor) -> Tensor:
+        """X R; (..., K) -> (..., K), in x's type."""
+
+    def turn_back(self, grad: Tensor) -> Tensor:
+        """The gradient of x, from that of x R."""
+
+    def decode(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """The matrix W R (N, K) in `dtype`."""
+
+
 class Format(Protocol):
     """A frozen matrix in few bits."""
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from outsize.arithmetic._compute_type import ComputeType
 
 if TYPE_CHECKING:
-    from outsize.arithmetic.protocol import Arithmetic
-    from outsize.formats.protocol import Format
+    from outsize.arithmetic.protocol import Arithmetic, FrozenMatrix
+    from outsize.formats.protocol import Format, Turning
 
 
 class DecodeMatmul(torch.autograd.Function):
@@ -74,6 +74,7 @@ class FrozenLinear(nn.Linear):
         self.part_names = tuple(part.name for part in fmt.parts((out_features, in_features)))
         self.parts: tuple[Tensor, ...] | None = None
         self._shape = (out_features, in_features)
+        self._turning: Turning | None = getattr(fmt, "turning", lambda: None)()
         self._prepared: tuple[Tensor, ...] | None = None
 
     def bind(self, parts: Mapping[str, Tensor] | None) -> None:
@@ -84,18 +85,20 @@ class FrozenLinear(nn.Linear):
         stored = tuple(parts[name] for name in self.part_names)
         if self._prepared is None:
             with torch.no_grad():
-                self._prepared = self.arithmetic.prepare(self, stored)
+                self._prepared = self.arithmetic.prepare(self._operand(), stored)
         self.parts = (*stored, *self._prepared)
 
     def multiply(self, x: Tensor, parts: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
         """The product with the matrix that these parts hold, prepared ones included."""
         stored, prepared = self._parted(parts)
-        return self.arithmetic.multiply(x, self, stored, prepared, bias)
+        x = x if self._turning is None else self._turning.turn(x)
+        return self.arithmetic.multiply(x, self._operand(), stored, prepared, bias)
 
     def multiply_transposed(self, grad: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
         """The gradient of what was multiplied."""
         stored, prepared = self._parted(parts)
-        return self.arithmetic.multiply_transposed(grad, self, stored, prepared)
+        grad_x = self.arithmetic.multiply_transposed(grad, self._operand(), stored, prepared)
+        return grad_x if self._turning is None else self._turning.turn_back(grad_x)
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The matrix (out_features, in_features)."""
@@ -126,6 +129,10 @@ class FrozenLinear(nn.Linear):
         multiply: Callable[..., Tensor] = DecodeMatmul.apply
         return multiply(x, self.bias, self, *self.parts)
 
+    def _operand(self) -> FrozenMatrix:
+        """What is multiplied with: the matrix, or what its format keeps in its place."""
+        return self if self._turning is None else _Turned(self, self._turning)
+
     def _parted(self, parts: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Those that are stored, and those that the arithmetic prepared."""
         count = len(self.part_names)
@@ -137,3 +144,24 @@ class FrozenLinear(nn.Linear):
     def extra_repr(self) -> str:
         """Shape and format, for printed models."""
         return f"{super().extra_repr()}, format={self.format.describe()['name']}"
+
+
+class _Turned:
+    """A matrix as its format keeps it, inputs turned; activations are turned to match."""
+
+    def __init__(self, layer: FrozenLinear, turning: Turning) -> None:
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self._layer, self._turning = layer, turning
+
+    def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        named = dict(zip(self._layer.part_names, parts, strict=True))
+        return self._turning.decode(named, shape, dtype)
+
+    def e4m3_scales(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
+        return self._layer.e4m3_scales(parts)
+
+    def decode_e4m3(
+        self, parts: tuple[Tensor, ...], row_scales: Tensor, *, is_transposed: bool
+    ) -> Tensor:
+        return self._layer.decode_e4m3(parts, row_scales, is_transposed=is_transposed)
