@@ -63,6 +63,8 @@ NAME_EXCEPTIONS = (
         "torch calls an AMD card's device type cuda as well",
     ),
     ("*", "arithmetic/bf16.py", "the field's word for a type of numbers, which tensors have too"),
+    ("formats/fp8.py", "arithmetic/fp8.py", "the field's word for both: storing and multiplying"),
+    ("weights/dtypes.py", "formats/int8.py", "torch's name of a type, which files have too"),
     # facts of an architecture, which its family is there to state
     ("families/*", "objectives/*", "an architecture was trained with one objective"),
     ("families/*", "*/tasks/*", "and tasks are named by objectives"),
