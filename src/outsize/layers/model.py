@@ -141,6 +141,22 @@ class FrozenModel:
             layer.bind(None)
         self.placement.release(block)
 
+    def row_squares(self, paths: Sequence[str]) -> dict[str, Tensor]:
+        """Squared lengths of the rows of frozen linears (out_features each), fp32, by module path: one way through the blocks."""
+        wanted = {id(self._owner(path)): path for path in paths}
+        found: dict[str, Tensor] = {}
+        self.begin("forward")
+        with torch.no_grad():
+            for block in range(len(self.packets)):
+                self.acquire(block)
+                found |= {
+                    wanted[id(layer)]: layer.row_squares()
+                    for layer, _ in self._bound
+                    if id(layer) in wanted
+                }
+                self.release(block)
+        return {path: found[path] for path in paths}
+
     def load_small_(
         self,
         block: int | None,
