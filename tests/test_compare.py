@@ -19,10 +19,10 @@ from tiny import scheduler_config, write_tiny
 from torch import Tensor
 
 from outsize.app import render
+from outsize.app.attached import adapted
 from outsize.app.compare import Comparison, compare
 from outsize.app.export import export_run
 from outsize.app.site import Site
-from outsize.app.train import adapted
 from outsize.base.errors import RecipeError
 from outsize.base.files import file_digest, write_json_atomically
 from outsize.base.journal import read_journal

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from outsize.app.attached import adapted, load_adapter_
 from outsize.app.encode import codec_part, encode_texts, text_inputs
 from outsize.app.parts import BASE
 from outsize.app.site import Site
-from outsize.app.train import adapted, load_adapter_
 from outsize.app.trained import trained_checkpoint
 from outsize.base.files import write_json_atomically
 from outsize.data.encode import text_key

@@ -34,6 +34,8 @@ BACKWARD_FACTOR = 1.75
 FORWARD_FACTOR = 0.5
 # Device buffers for block inputs that wait in host memory, and inputs that are still on their way there.
 INPUT_SLOTS, INPUTS_IN_FLIGHT = 2, 2
+# Of the product of an adapted linear with learned lengths: kept for their gradient, and its own gradient.
+_DORA_COPIES = 2
 # Bytes of a row while it becomes operands of fewer bits: as it is multiplied, and (unless that is compiled) in fp32 twice.
 _EAGER_CONVERSION = 8
 
@@ -56,6 +58,7 @@ def training_step(work: Work, holding: Holding, compute: Compute | None = None) 
         *_operands(work, device, compute),
         *_recorded(work, device, compute),
         *_adapter(work, device),
+        *_lengths(work, device),
         Item("gradients", device, grads * size, "of blocks already done, while inputs remain"),
         *work.demand.training(work, holding),
         *context(work),
@@ -77,6 +80,7 @@ def training_update(work: Work, holding: Holding) -> Phase:
             *outside(work.base, work.compute_bytes, device, vocabulary=_away(work, holding)),
             *_input_buffers(work, holding, device),
             *_adapter(work, device),
+            *_shown(work, device),
             Item("gradients", device, adapter * 4, "of every adapter tensor, fp32"),
             *context(work),
             *host(work, work.base),
@@ -179,6 +183,26 @@ def _adapter(work: Work, device: Pool) -> Iterator[Item]:
     why = f"{elements} numbers, with fp32 masters" if masters else f"{elements} numbers, fp32"
     yield Item("adapter", device, elements * (work.compute_bytes + masters), why)
     yield Item("optimizer state", device, work.optimizer_bytes, work.optimizer)
+    if work.averages == "kept":
+        yield Item("average", device, elements * 4, "moving average of the masters, fp32")
+
+
+def _shown(work: Work, device: Pool) -> Iterator[Item]:
+    """Averaged weights while they are looked at or saved."""
+    elements = work.num_adapter_elements
+    sizes = (4 if work.averages == "derived" else 0) + (2 if work.compute_bytes == 2 else 0)
+    if work.averages and sizes:
+        yield Item("averaged weights", device, elements * sizes, "while they are looked at")
+
+
+def _lengths(work: Work, device: Pool) -> Iterator[Item]:
+    """What learned lengths of rows take in one block: products kept for their gradient, and one on its way."""
+    rows = max(work.rows_by_block, default=0)
+    if rows:
+        why = "products of one block, kept for the lengths' gradients (DoRA)"
+        kept = _DORA_COPIES * work.tokens * rows * work.compute_bytes
+        yield Item("scaled products", device, kept, why)
+        yield Item("row lengths", device, sum(work.rows_by_block) * 4, "of frozen rows, fp32")
 
 
 def _widest(work: Work) -> int:

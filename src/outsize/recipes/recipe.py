@@ -17,12 +17,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from outsize.base.files import json_digest
+from outsize.recipes.adapter import AdapterChoice
 from outsize.recipes.data import DataChoice
 from outsize.recipes.numbers import numbers_digest
 from outsize.recipes.pictures import PictureChoice
+from outsize.recipes.saving import CheckpointChoice, EvaluateChoice
 from outsize.recipes.section import AsTuple, Bytes, Count, FilePath, Section, Seed, Text
 from outsize.recipes.text import TextChoice
-from outsize.recipes.training import AdapterChoice, TrainChoice
+from outsize.recipes.training import TrainChoice
 
 # Windows keeps these names for devices, with any ending; a run folder must exist on every system.
 _WINDOWS_DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
@@ -150,25 +152,6 @@ class PlacementChoice(Section):
         description="Run resident blocks again for backward instead of keeping what they computed; null: except on a CPU "
         "with room to spare. Streamed blocks always run again.",
     )
-
-
-class CheckpointChoice(Section):
-    """What is saved on the way."""
-
-    every: Count = Field(
-        default=250, description="Steps between checkpoints; the last step is always saved."
-    )
-    keep: Count = Field(default=3, description="Newest checkpoints kept.")
-
-
-class EvaluateChoice(Section):
-    """What is measured on the way, on data that is never trained on; text only."""
-
-    every: Count | None = Field(
-        default=None,
-        description="Updates between measurements; null: a tenth of all. Base and adapter are measured at the end as well.",
-    )
-    rows: Count = Field(default=64, description="At most this many rows, always the same ones.")
 
 
 class CompareChoice(Section):
