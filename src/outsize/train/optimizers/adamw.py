@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from outsize.train.optimizers.protocol import OptimizerSettings
 
@@ -15,11 +14,8 @@ if TYPE_CHECKING:
 _MOMENTS_BYTES = 2 * 4  # two moments in fp32
 
 
-@dataclass(frozen=True, slots=True)
 class AdamW:
     """The plug-in."""
-
-    smaller: ClassVar[str] = "adamw8bit"
 
     def state_bytes(self, elements: int) -> int:
         return _MOMENTS_BYTES * elements
@@ -39,4 +35,4 @@ class AdamW:
         )
 
 
-plugin = AdamW
+plugin = AdamW()
