@@ -493,3 +493,83 @@ def test_a_field_that_came_later_changes_the_digest_only_when_it_is_used() -> No
     assert kept(Outer()) == {"several": [{"old": 1}]}
     assert kept(Outer(several=(Inner(new=3),))) == {"several": [{"old": 1, "new": 3}]}
     assert kept(Outer(added=Inner()))["added"] == {"old": 1}
+
+
+@pytest.mark.parametrize(
+    ("written", "resolution", "resolutions"),
+    [
+        ("512", 512, (512,)),
+        ("[768]", 768, (768,)),
+        ("[1024, 512, 768]", (512, 768, 1024), (512, 768, 1024)),
+    ],
+)
+def test_a_resolution_is_one_or_several(
+    written: str, resolution: int | tuple[int, ...], resolutions: tuple[int, ...]
+) -> None:
+    recipe = parse(MINIMAL.replace("data:", f"data:\n  resolution: {written}"))
+    assert recipe.pictures.resolution == resolution
+    assert recipe.pictures.resolutions == resolutions
+    assert recipe.pictures.largest == max(resolutions)
+    assert recipe_from_json(recipe.to_json(), origin="x") == recipe
+
+
+def test_every_new_choice_about_pictures_changes_the_numbers() -> None:
+    first = parse(MINIMAL).numbers_digest()
+    values = {
+        "repeats": "2", "flip": "0.5", "background": "black", "masks": "m", "alpha_as_mask": "true",
+        "mask_floor": "0.1", "mask_normalised": "false", "manifest": "a.jsonl", "split": "test",
+        "caption_column": "c", "image_column": "i",
+    }  # fmt: skip
+    digests = {
+        parse(
+            MINIMAL.replace("folder: pictures", f"folder: pictures\n      {key}: {value}")
+        ).numbers_digest()
+        for key, value in values.items()
+    }
+    assert len(digests | {first}) == len(values) + 1
+    broken = parse(MINIMAL.replace("data:", "data:\n  broken: leave_out"))
+    assert broken.numbers_digest() not in digests | {first}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            "resolution: []",
+            "data.resolution: found an empty list, must have at least one resolution",
+        ),
+        (
+            "resolution: [512, 8]",
+            "data.resolution: found a list, must be from 16 to 8192, each of them",
+        ),
+        ("resolution: 9000", "data.resolution: found 9000, must be from 16 to 8192"),
+        (
+            "resolution: [512, 512]",
+            "data.resolution: found a list, must not name a resolution twice",
+        ),
+        ("resolution: [512, large]", "data.resolution: found a list, must be a whole number"),
+        ("resolution: true", "data.resolution: found true, must be a whole number"),
+        ("broken: skip", "data.broken: found 'skip', must be 'error' or 'leave_out'"),
+    ],
+)
+def test_faults_of_picture_data(data: str, message: str) -> None:
+    assert message in fault_of(MINIMAL.replace("data:", f"data:\n  {data}"))
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("background: pink", "must be white, grey, black or a colour such as '#ff8800'"),
+        ("background: '#12345'", "must be white, grey, black or a colour such as '#ff8800'"),
+        ("flip: 2", "flip: found 2, must be less than or equal to 1"),
+        ("repeats: 0", "repeats: found 0, must be greater than or equal to 1"),
+        ("mask_floor: 1", "mask_floor: found 1, must be less than 1"),
+        ("masks: m\n      alpha_as_mask: true", "masks and alpha_as_mask exclude each other"),
+        ("mask: m", "unknown key; did you mean 'masks'?"),
+        ("flips: 0.5", "unknown key; did you mean 'flip'?"),
+    ],
+)
+def test_faults_of_a_set_of_pictures(item: str, message: str) -> None:
+    assert message in fault_of(
+        MINIMAL.replace("folder: pictures", f"folder: pictures\n      {item}")
+    )

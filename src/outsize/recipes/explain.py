@@ -9,8 +9,8 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic.fields import FieldInfo
@@ -126,8 +126,9 @@ def _type_words(annotation: Any) -> str:
     elif origin is tuple:
         count = "" if Ellipsis in args else f"{len(args)} x "
         words = f"list of {count}{_type_words(args[0])}"
-    elif NoneType in args:
-        words = " or ".join([*(_type_words(arg) for arg in args if arg is not NoneType), "null"])
+    elif origin in {Union, UnionType}:
+        kinds = [_type_words(arg) for arg in args if arg is not NoneType]
+        words = " or ".join([*kinds, "null"] if NoneType in args else kinds)
     elif hasattr(annotation, "__metadata__"):
         words = _type_words(args[0])
     return words

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from outsize.app.tasks.protocol import (
     Ask,
     Batches,
+    Checked,
     Compared,
     Naming,
     NoWatch,
@@ -89,6 +90,15 @@ class PictureTask:
 
         del offline, progress  # pictures lie on this machine, and are scanned in a moment
         return preview_pictures(recipe, num_samples)
+
+    def check(
+        self, recipe: Recipe, num_shown: int, *, offline: bool, progress: Progress
+    ) -> Checked:
+        """Sets, buckets and captions, with a contact sheet."""
+        from outsize.app.check import check_pictures
+
+        del offline, progress  # pictures lie on this machine
+        return check_pictures(recipe, num_shown)
 
     def corpus(self, site: Site) -> Corpus:
         """Pictures and captions, all encoded and cached."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from outsize.app.tasks.protocol import (
         Ask,
         Batches,
+        Checked,
         Compared,
         Corpus,
         Naming,
@@ -66,6 +67,16 @@ class TextTask:
         from outsize.app.text_preview import preview_texts
 
         return preview_texts(recipe, num_samples, offline=offline, progress=progress)
+
+    def check(
+        self, recipe: Recipe, num_shown: int, *, offline: bool, progress: Progress
+    ) -> Checked:
+        """What a preview counts."""
+        del num_shown  # of texts there is no sheet
+        made = self.preview(recipe, 0, offline=offline, progress=progress)
+        table = made.table
+        rows = [dict(zip(table.heads, row, strict=True)) for row in table.rows]
+        return Checked((table,), {"sets": rows}, notes=made.notes, fault=made.fault)
 
     def corpus(self, site: Site) -> Corpus:
         """All texts, tokenised."""

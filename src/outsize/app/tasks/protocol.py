@@ -6,7 +6,7 @@ Plans and commands ask for a task before torch is needed, so its module imports 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -123,6 +123,22 @@ class Preview:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """All that would be learned from, without a sample left out. facts: the same as JSON values, in more detail.
+
+    sheet: a picture to look at, as PNG; None where there is nothing to see. left_out: what is not trained on because the
+    recipe says so. fault: why training would refuse it.
+    """
+
+    tables: tuple[Table, ...]
+    facts: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    sheet: bytes | None = None
+    fault: OutsizeError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Naming:
     """What other programs call an adapter's modules. layout: of the files whose names are taken; None: our own names.
 
@@ -169,6 +185,14 @@ class Task(Protocol):
         self, recipe: Recipe, num_samples: int, *, offline: bool, progress: Progress
     ) -> Preview:
         """What the recipe names, read but not encoded. num_samples: of each set that are shown.
+
+        Raises: SourceError naming every fault in the files.
+        """
+
+    def check(
+        self, recipe: Recipe, num_shown: int, *, offline: bool, progress: Progress
+    ) -> Checked:
+        """What the recipe names, whole, and what is odd about it. num_shown: samples of each set on the sheet; 0: no sheet.
 
         Raises: SourceError naming every fault in the files.
         """
