@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from outsize.base.files import commit_file, temporary_beside
+from outsize.layers._thinning import add_products_, move_factors_
 
 # A graph is only ever given what its key describes; checking it again costs launches' time.
 _SETTINGS = {"size_asserts": False, "alignment_asserts": False}
@@ -41,6 +42,9 @@ class KeptCode:
     def __call__(self, graph: GraphModule, examples: Sequence[Tensor]) -> Run:
         """What runs the graph: arguments like the examples in, results out."""
         plain = [one.detach() for one in examples]
+        move_factors_(graph.graph)
+        add_products_(graph.graph)
+        graph.recompile()
         path = self._folder / code_key(graph, plain)
         with torch.no_grad():
             found = self._find(path)
