@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outsize.devices._torch_gpu import TorchGpu, open_gpu
+from outsize.devices._torch_gpu import TorchGpu, grow_segments, open_gpu
 
 
 class CudaKind:
@@ -16,6 +16,7 @@ class CudaKind:
         return torch.version.hip is None and torch.cuda.is_available()
 
     def open(self, index: int = 0) -> TorchGpu:
+        grow_segments()
         return open_gpu("cuda", index, can_record=True)
 
 
