@@ -88,7 +88,7 @@ def test_delta_norms_equal_the_norm_of_the_whole_product() -> None:
         "m.lora_B": torch.randn(20, 4, generator=generator),
     }
     expected = 0.5 * (values["m.lora_B"].double() @ values["m.lora_A"].double()).norm().item()
-    assert delta_norms(values, ["m"], 0.5)["m"] == pytest.approx(expected, rel=1e-12)
+    assert delta_norms(values, {"m": 0.5})["m"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_tensor_that_never_gets_a_gradient_is_named_after_the_watched_updates() -> None:

@@ -19,10 +19,10 @@ from tiny import scheduler_config, write_tiny
 from torch import Tensor
 
 from outsize.app import render
+from outsize.app.attached import adapted
 from outsize.app.compare import Comparison, compare
 from outsize.app.export import export_run
 from outsize.app.site import Site
-from outsize.app.train import adapted
 from outsize.base.errors import RecipeError
 from outsize.base.files import file_digest, write_json_atomically
 from outsize.base.journal import read_journal
@@ -343,9 +343,9 @@ def test_what_is_sampled_is_what_diffusers_pipeline_samples(
         shots = [render.Shot(*one) for one in zip(PROMPTS, SEEDS, strict=True)]
         conditions = render._conditions(site, PROMPTS, settings)
         with adapted(site) as (model, adapter, _), adapter.disabled():
-            latents = render.sample_latents(site, model, shots, conditions, settings)
+            latents = render._latents(site, model, shots, conditions, settings)
         ours = _tokens_of(torch.stack(latents), family)
-        pictures = list(render.decode_latents(site, latents))
+        pictures = render._decode(site, latents)
         noise = noise_of(SEEDS, tuple(latents[0].shape))
         theirs = _by_diffusers(site, family, variant, conditions, noise)
     assert settings.is_true_cfg == (variant == "tiny-klein")

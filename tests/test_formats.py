@@ -324,7 +324,7 @@ def test_a_wrong_option_is_answered_with_the_right_ones(
 
 def test_options_of_plain_types_are_checked_exactly() -> None:
     """Formats to come may have numbers: YAML's true is no 1, and a whole number is a number."""
-    from outsize.formats._options import build_with_options
+    from outsize.base.options import build_with_options
 
     @dataclasses.dataclass(frozen=True)
     class Sized:

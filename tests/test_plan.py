@@ -39,9 +39,11 @@ from outsize.plan.planner import make_plan
 from outsize.plan.pools import Holding, Phase, resident
 from outsize.plan.report import comparison_table, headline, sentences, tables
 from outsize.plan.sizes import adapter_elements, model_sizes, sizes_of, stream_width, token_traffic
-from outsize.plan.work import state_bytes, work_of
+from outsize.plan.work import work_of
+from outsize.recipes.adapter import AdapterChoice
 from outsize.recipes.load import load_recipe
 from outsize.recipes.recipe import FormatChoice, Recipe, rest_format
+from outsize.train.optimizers.protocol import make_optimizer
 
 GIB = 2**30
 EAGER, COMPILED, FP8 = (
@@ -131,10 +133,14 @@ def test_sizes_of_a_small_table_follow_from_its_shapes() -> None:
 
 def test_an_adapter_has_rank_times_inputs_and_outputs() -> None:
     """One matrix on each side of every matched linear."""
-    assert adapter_elements(small_table(), 4, ["attention"]) == tuple(
-        (block, 4 * size) for block in range(2) for size in (384, 128, 128, 256)
-    )
-    assert adapter_elements(small_table(), 4, ["mlp"]) == ()
+    choice = AdapterChoice(rank=4, roles=("attention",))
+    pairs = tuple((block, 4 * size) for block in range(2) for size in (384, 128, 128, 256))
+    assert adapter_elements(small_table(), choice) == pairs
+    lengths = tuple((block, size) for block in range(2) for size in (384, 128))
+    dora = choice.model_copy(update={"kind": "dora"})
+    assert adapter_elements(small_table(), dora) == pairs + lengths
+    with pytest.raises(RecipeError, match="so nothing would be trained; there are attention"):
+        adapter_elements(small_table(), AdapterChoice(rank=4, roles=("mlp",)))
 
 
 def test_a_block_of_two_streams_lets_a_token_pass_one() -> None:
@@ -179,9 +185,10 @@ def test_packed_blocks_of_real_bases_have_the_known_sizes(
 
 def test_the_optimizer_state_is_two_fp32_moments_or_two_bytes_and_scales() -> None:
     """Bitsandbytes scales 256 numbers together and keeps small tensors in fp32."""
-    assert state_bytes("adamw", 1 << 20) == 8 << 20
-    assert state_bytes("adamw8bit", 1 << 20) == 2 * (1 << 20) + 2 * 4 * (1 << 20) // 256
-    assert state_bytes("adamw8bit", 4095) == 8 * 4095
+    assert make_optimizer("adamw").state_bytes(1 << 20) == 8 << 20
+    eight_bit = make_optimizer("adamw8bit")
+    assert eight_bit.state_bytes(1 << 20) == 2 * (1 << 20) + 2 * 4 * (1 << 20) // 256
+    assert eight_bit.state_bytes(4095) == 8 * 4095
 
 
 # --- estimates beside measurements ---------------------------------------------------------------

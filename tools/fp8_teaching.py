@@ -161,7 +161,7 @@ def _held_out(run_path: Path, device_kind: str | None) -> dict[str, float]:
     from outsize.app.losses import Losses
     from outsize.app.planning import plan_here
     from outsize.app.site import open_site
-    from outsize.app.train import adapted, load_adapter_
+    from outsize.app.attached import adapted, load_adapter_
     from outsize.base.progress import Silent
     from outsize.devices.protocol import open_device
     from outsize.recipes.load import recipe_from_json

@@ -22,10 +22,10 @@ import torch
 
 from outsize.app._bench_steps import CaseRun, Loaded, Steps, Timing
 from outsize.app._bench_weights import disk_reader, fill_, packets_of
+from outsize.app.attached import attach_adapter, make_update
 from outsize.app.meter import MeteredPlacement
 from outsize.app.models import Training, build_model, place
 from outsize.app.parts import BASE, parts_of
-from outsize.app.train import attach_adapter, make_update
 from outsize.plan.compare import planned_bytes
 from outsize.weights.budget import MemoryWatch, trim_heap
 

@@ -1,14 +1,12 @@
 """Loss and perplexity on texts that are held out: of the base once, of the adapter while it is trained and at the end.
 
-The base is the adapter with B at zero, which is exact: a delta of zero is added. So compiled blocks, which have looked at
-their adapter once and for all, give both.
+The base is the neutral adapter, which is exact: a delta of zero is added. So compiled blocks, which have looked at their
+adapter once and for all, give both. What is measured of the adapter are the weights to be shown, where an average is kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +44,7 @@ class TextWatch:
 
     def begin(self, step: int) -> None:
         """Measure the base; and the adapter, where it was trained before."""
-        with without_delta(self._adapter):
+        with self._adapter.neutral():
             self._base = self._measure()
         if self._base is None:
             self._site.progress.say("nothing is held out, so nothing is measured while training")
@@ -71,9 +69,6 @@ class TextWatch:
         if step:
             self._prove(step)
 
-    def finish(self) -> None:
-        """Nothing needs the base's room."""
-
     def table(self) -> Table | None:
         """Base and adapter."""
         adapter = self._last[1]
@@ -91,7 +86,8 @@ class TextWatch:
         return found if found.num_tokens else None
 
     def _measure_adapter(self, step: int) -> None:
-        found = self._measure()
+        with self._adapter.shown():
+            found = self._measure()
         assert found is not None, "the same tokens gave the base's loss"
         self._last = (step, found)
         self._tell("adapter", step, found)
@@ -106,8 +102,9 @@ class TextWatch:
         )
 
     def _prove(self, step: int) -> None:
-        after = self._logits(step - 1)
-        with without_delta(self._adapter):
+        with self._adapter.shown():
+            after = self._logits(step - 1)
+        with self._adapter.neutral():
             before = self._logits(step - 1)
         largest = float((after - before).abs().max())
         self._site.journal.write("logits", largest_difference=largest)
@@ -128,19 +125,3 @@ class TextWatch:
             weight = self._rows.head().weight
             rows = hidden[places[:, 0], places[:, 1]].to(weight.device, weight.dtype)
             return (rows @ weight.mT).float()
-
-
-@contextmanager
-def without_delta(adapter: Adapter) -> Iterator[None]:
-    """Within the block every B is zero."""
-    ups = [one for name, one in adapter.parameters().items() if name.endswith(".lora_B")]
-    with torch.no_grad():
-        kept = [one.detach().clone() for one in ups]
-        for one in ups:
-            one.zero_()
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for one, value in zip(ups, kept, strict=True):
-                one.copy_(value)

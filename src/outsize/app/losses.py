@@ -51,8 +51,9 @@ class Losses:
     ) -> None:
         self._family = cast("BaseFamily", base_family(recipe.base.family))
         self._variant = recipe.base.variant
-        self._objective: FlowObjective = OBJECTIVES.load(self._family.objective)(
-            **recipe.train.timesteps.model_dump()
+        train = recipe.train
+        self._objective: FlowObjective = OBJECTIVES.load(self._family.objective).of_recipe(
+            train.timesteps.model_dump(), train.loss.model_dump()
         )
         asked = recipe.train.guidance
         self._guidance = self._family.training_guidance(self._variant) if asked is None else asked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,16 +12,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from outsize.app.encode import TextInputs, codec_part, encode_texts, text_inputs
+from outsize.app.attached import adapted, load_adapter_
+from outsize.app.encode import codec_part, encode_texts, text_inputs
 from outsize.app.parts import BASE
 from outsize.app.site import Site
-from outsize.app.train import adapted, load_adapter_
 from outsize.app.trained import trained_checkpoint
 from outsize.base.files import write_json_atomically
 from outsize.data.encode import text_key
 from outsize.families.protocol import BaseFamily, ImageCodec
 from outsize.layers.model import FrozenModel
-from outsize.recipes.showing import CompareChoice
 from outsize.runs.folder import RunFolder
 from outsize.sample.flow import guided, integrate, noise_of
 
@@ -56,10 +55,9 @@ class RenderSettings:
     is_true_cfg: bool
 
 
-def settings_of(site: Site, choice: CompareChoice | None = None) -> RenderSettings:
-    """The recipe's choice (or another), filled up with the family's published defaults."""
-    part = site.parts[BASE]
-    choice = site.recipe.compare if choice is None else choice
+def settings_of(site: Site) -> RenderSettings:
+    """The recipe's choice, filled up with the family's published defaults."""
+    part, choice = site.parts[BASE], site.recipe.compare
     defaults = cast("BaseFamily", part.family).sampling_defaults(part.variant)
     multiple = cast("ImageCodec", codec_part(site).family).pixel_multiple(codec_part(site).variant)
     sides = [
@@ -83,11 +81,11 @@ def render_pairs(
     with adapted(site) as (model, adapter, _):
         load_adapter_(site.recipe, run, adapter)
         with site.stages.stage("sample base"), adapter.disabled():
-            before = sample_latents(site, model, shots, conditions, settings)
+            before = _latents(site, model, shots, conditions, settings)
         with site.stages.stage("sample adapter"):
-            after = sample_latents(site, model, shots, conditions, settings)
+            after = _latents(site, model, shots, conditions, settings)
     with site.stages.stage("decode pictures"):
-        pictures = list(decode_latents(site, [*before, *after]))
+        pictures = _decode(site, [*before, *after])
     split = len(shots)
     return [Pair(*one) for one in zip(shots, pictures[:split], pictures[split:], strict=True)]
 
@@ -114,9 +112,9 @@ def render(
             nullcontext() if with_adapter else adapter.disabled(),
             site.stages.stage("sample adapter" if with_adapter else "sample base"),
         ):
-            latents = sample_latents(site, model, shots, conditions, settings)
+            latents = _latents(site, model, shots, conditions, settings)
     with site.stages.stage("decode pictures"):
-        return list(decode_latents(site, latents))
+        return _decode(site, latents)
 
 
 def save_samples(
@@ -137,29 +135,15 @@ def save_samples(
     return paths
 
 
-def texts_of(prompts: Sequence[str], settings: RenderSettings) -> list[str]:
-    """What must be embedded: every prompt, and "" for true guidance."""
-    return [*prompts, ""] if settings.is_true_cfg else list(prompts)
-
-
 def _conditions(
     site: Site, prompts: Sequence[str], settings: RenderSettings
 ) -> dict[str, dict[str, Tensor]]:
-    """Embeddings of all that is asked for, through the cache."""
+    """Embeddings of every prompt (and of "" for true guidance), through the cache."""
+    texts = [*prompts, ""] if settings.is_true_cfg else list(prompts)
     encoders = text_inputs(site)
-    encode_texts(site, encoders, texts_of(prompts, settings))
-    return read_conditions(site, encoders, prompts, settings)
-
-
-def read_conditions(
-    site: Site,
-    encoders: Sequence[TextInputs],
-    prompts: Sequence[str],
-    settings: RenderSettings,
-) -> dict[str, dict[str, Tensor]]:
-    """Embeddings by text, from the cache, which must hold them."""
+    encode_texts(site, encoders, texts)
     found: dict[str, dict[str, Tensor]] = {}
-    for text in texts_of(prompts, settings):
+    for text in texts:
         merged: dict[str, Tensor] = {}
         for encoder in encoders:
             entry = site.cache.get(text_key(site.cache, text, encoder.inputs))
@@ -169,16 +153,13 @@ def read_conditions(
     return found
 
 
-def sample_latents(
+def _latents(
     site: Site,
     model: FrozenModel,
     shots: Sequence[Shot],
     conditions: Mapping[str, Mapping[str, Tensor]],
     settings: RenderSettings,
-    *,
-    task: str = "sample",
 ) -> list[Tensor]:
-    """Clean latents of every shot, fp32, on the host. task: as progress calls it."""
     part, codec = site.parts[BASE], codec_part(site)
     family = cast("BaseFamily", part.family)
     shape = cast("ImageCodec", codec.family).latent_shape(
@@ -187,7 +168,7 @@ def sample_latents(
     sigmas = family.sigmas(part.variant, settings.num_steps, family.num_tokens(part.variant, shape))
     device, compute = site.device.torch_device, site.device.compute_dtype
     latents: list[Tensor] = []
-    site.progress.advance(task, 0, len(shots), "pictures")
+    site.progress.advance("sample", 0, len(shots), "pictures")
     for batch in _batches(shots, settings):
         noise = noise_of([shot.seed for shot in batch], shape).to(device)
         predict = _predict(
@@ -196,7 +177,7 @@ def sample_latents(
         )  # fmt: skip
         clean = integrate(predict, noise, sigmas, compute=compute)
         latents += list(clean.cpu())
-        site.progress.advance(task, len(latents), len(shots), "pictures")
+        site.progress.advance("sample", len(latents), len(shots), "pictures")
     return latents
 
 
@@ -237,16 +218,18 @@ def _batches(shots: Sequence[Shot], settings: RenderSettings) -> Iterator[Sequen
         yield shots[start : start + size]
 
 
-def decode_latents(site: Site, latents: Iterable[Tensor]) -> Generator[Image.Image, None, None]:
-    """Pictures of latents, one after the other, by the image codec, which is open until the last one is taken."""
+@torch.no_grad()
+def _decode(site: Site, latents: Sequence[Tensor]) -> list[Image.Image]:
     part = codec_part(site)
     codec = cast("ImageCodec", part.family)
+    pictures = []
     with site.opened(part.slot) as model:
         for latent in latents:
-            placed = latent[None].to(site.device.torch_device)
-            with torch.no_grad():
-                pixels = codec.decode(part.variant, model.module, placed)
-            yield to_picture(pixels[0])
+            pixels = codec.decode(
+                part.variant, model.module, latent[None].to(site.device.torch_device)
+            )
+            pictures.append(to_picture(pixels[0]))
+    return pictures
 
 
 def to_picture(pixels_CHW: Tensor) -> Image.Image:

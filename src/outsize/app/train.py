@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from outsize.adapters.adapter import Adapter, AdapterShape, delta_norms
+from outsize.adapters.adapter import Adapter, delta_norms
 from outsize.adapters.health import WATCHED_UPDATES, as_fp32, require_delta
+from outsize.app.attached import adapted, make_update
 from outsize.app.meter import MemoryMeter, MeteredPlacement, StepMeter
 from outsize.app.models import Training
 from outsize.app.parts import BASE
 from outsize.app.site import Site
 from outsize.app.tasks.protocol import Table, Task, task_of
-from outsize.app.trained import adapter_identity, trained_checkpoint
+from outsize.app.trained import adapter_identity
 from outsize.base.errors import RecipeError
 from outsize.base.files import write_json_atomically
 from outsize.base.provenance import provenance
 from outsize.layers.model import FrozenModel
-from outsize.plan.names import base_family
 from outsize.runs.checkpoint import newest_checkpoint, read_checkpoint
 from outsize.runs.folder import RunFolder
 from outsize.runs.requests import Requests
 from outsize.train.loop import Loop, LoopSettings, Outcome, StepReport
-from outsize.train.optimizers.protocol import OptimizerSettings
 from outsize.train.update import Update
 
 if TYPE_CHECKING:
-    from outsize.devices.protocol import Device
     from outsize.recipes.recipe import Recipe
 
 _FEWEST_STEPS = 3  # from which a median says something
@@ -92,6 +87,7 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
         # now that all libraries are there
         site.journal.write("identity", recipe=recipe.digest(), **identity, **provenance())
         update = make_update(recipe, adapter, initial)
+        adapter.shown = lambda: update.shown(recipe.checkpoints.weights)
         pace, measured = _Pace(site), task.watch(site, model, adapter, corpus)
 
         memory = MemoryMeter(site.device, site.journal)
@@ -126,7 +122,6 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
             step = pace.last.step if pace.last else resumed_at
             measured.end(step)
         _prove(site, adapter, update)
-    measured.finish()
     return Trained(
         outcome, step, resumed_at, pace.last, pace.step_s(), pace.boot_s, measured.table()
     )
@@ -181,57 +176,6 @@ def _computed_by(site: Site) -> str:
     return ", ".join([*words, "compiled" if compute.compiles else "not compiled"])
 
 
-@contextmanager
-def adapted(
-    site: Site, training: Training | None = None
-) -> Iterator[tuple[FrozenModel, Adapter, dict[str, Tensor]]]:
-    """The base with a fresh adapter of the recipe's shape, and that one's unrounded values, for the time of the block.
-
-    training: as the plan says for it; without it the model computes as other programs will, which the adapter is for.
-    """
-    choice = site.recipe.adapter
-    with site.opened(BASE, training) as model:
-        adapter, initial = attach_adapter(site.recipe, site.device, model)
-        site.waypoints.mark("adapter attached")
-        site.journal.write(
-            "adapter", modules=len(adapter.paths), parameters=adapter.num_parameters,
-            rank=choice.rank, alpha=choice.effective_alpha,
-        )  # fmt: skip
-        site.progress.say(
-            f"adapter: {len(adapter.paths)} modules, {adapter.num_parameters:,} parameters, "
-            f"rank {choice.rank}"
-        )
-        yield model, adapter, initial
-
-
-def attach_adapter(
-    recipe: Recipe, device: Device, model: FrozenModel
-) -> tuple[Adapter, dict[str, Tensor]]:
-    """A fresh adapter of the recipe's shape on the base, and its unrounded values (fp32, on the host)."""
-    choice, base = recipe.adapter, recipe.base
-    adapter = Adapter(
-        model.module,
-        base_family(base.family).table(base.variant),
-        AdapterShape(choice.rank, choice.effective_alpha, choice.roles),
-    )
-    initial = adapter.materialise_(
-        seed=recipe.train.seed, device=device.torch_device, dtype=device.compute_dtype
-    )
-    return adapter, initial
-
-
-def make_update(recipe: Recipe, adapter: Adapter, initial: Mapping[str, Tensor]) -> Update:
-    """Masters and optimiser of an adapter, as the recipe says."""
-    train = recipe.train
-    settings = OptimizerSettings(
-        learning_rate=train.learning_rate,
-        betas=train.betas,
-        epsilon=train.epsilon,
-        weight_decay=train.weight_decay,
-    )
-    return Update(adapter.parameters(), initial, train.optimizer, settings)
-
-
 def _resume(site: Site, run: RunFolder, loop: Loop, identity: dict[str, Any], task: Task) -> int:
     """Take up the newest checkpoint that verifies; the step it is of, or 0.
 
@@ -265,9 +209,8 @@ def _resume(site: Site, run: RunFolder, loop: Loop, identity: dict[str, Any], ta
 
 def _prove(site: Site, adapter: Adapter, update: Update) -> None:
     """Refuse an adapter that did nothing; name the modules that did not move."""
-    norms = delta_norms(
-        as_fp32(update.masters), adapter.paths, adapter.shape.alpha / adapter.shape.rank
-    )
+    values = as_fp32(update.masters)
+    norms = delta_norms(values, {path: adapter.scale_of(path) for path in adapter.paths})
     zero = require_delta(norms)
     mean = sum(norms.values()) / len(norms)
     site.journal.write("delta", modules=len(norms), mean_norm=mean, zero=zero)
@@ -278,16 +221,6 @@ def _prove(site: Site, adapter: Adapter, update: Update) -> None:
         site.progress.say(f"warning: {path} did not move")
 
 
-def load_adapter_(recipe: Recipe, run: RunFolder, adapter: Adapter) -> int:
-    """Put the newest checkpoint's values into the adapter; the step they are of.
-
-    Raises: RecipeError as `trained_checkpoint` says.
-    """
-    checkpoint = read_checkpoint(trained_checkpoint(recipe, run))
-    adapter.load_(dict(checkpoint.groups["adapter"]))
-    return checkpoint.step
-
-
 def loop_settings(recipe: Recipe) -> LoopSettings:
     """What the recipe says of the loop itself."""
     train = recipe.train
@@ -296,6 +229,7 @@ def loop_settings(recipe: Recipe) -> LoopSettings:
         accumulate=train.accumulate,
         learning_rate=train.learning_rate,
         schedule=train.schedule,
+        schedule_floor=train.schedule_floor,
         warmup_steps=train.warmup_steps,
         clip_norm=train.clip_norm,
         checkpoint_every=recipe.checkpoints.every,

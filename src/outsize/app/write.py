@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from outsize.app.attached import adapted, load_adapter_
 from outsize.app.parts import BASE
 from outsize.app.text_corpus import (
     Tokens,
@@ -21,7 +22,6 @@ from outsize.app.text_corpus import (
     open_tokens,
     packed,
 )
-from outsize.app.train import adapted, load_adapter_
 from outsize.app.trained import trained_checkpoint
 from outsize.base.errors import RecipeError
 from outsize.data.templates import ChatTemplate

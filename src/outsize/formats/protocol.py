@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outsize.base.catalogue import Catalogue
+from outsize.base.options import build_with_options
 from outsize.base.parts import Part
 from outsize.base.quantised import StoredForm
 
@@ -100,7 +101,5 @@ def make_format(name: str, options: Mapping[str, Any] | None = None) -> Format:
 
     Raises: RecipeError for an unknown name, option or value.
     """
-    from outsize.formats._options import build_with_options
-
-    made: Format = build_with_options(name, FORMATS.load(name), options or {})
+    made: Format = build_with_options(f"format {name!r}", FORMATS.load(name), options or {})
     return made

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from outsize.arithmetic._compute_type import ComputeType
 
@@ -99,6 +100,20 @@ class FrozenLinear(nn.Linear):
         stored, prepared = self._parted(parts)
         grad_x = self.arithmetic.multiply_transposed(grad, self._operand(), stored, prepared)
         return grad_x if self._turning is None else self._turning.turn_back(grad_x)
+
+    def project(self, rows: Tensor) -> Tensor:
+        """Rows (..., in_features) times the bound matrix, decoded exactly to their type; no gradient, no bias."""
+        assert self.parts is not None, "a frozen linear runs only while its block is acquired"
+        stored, _ = self._parted(self.parts)
+        return functional.linear(rows, self.decode(stored, rows.dtype))
+
+    def row_squares(self) -> Tensor:
+        """The squared length of each row of the bound matrix (out_features), fp32."""
+        assert self.parts is not None, "a frozen linear runs only while its block is acquired"
+        stored, _ = self._parted(self.parts)
+        weight = self.decode(stored, self.weight.dtype)
+        lengths: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
+        return lengths.square()
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The matrix (out_features, in_features)."""

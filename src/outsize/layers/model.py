@@ -6,8 +6,7 @@ matrices are the placement's. `loading.py` brings both from the store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -126,17 +125,6 @@ class FrozenModel:
         self.keeper.begin()
         self.placement.begin(sweep)
 
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
-        """Within the block nothing new is compiled: blocks run operation by operation; without gradients only."""
-        for runner in self._runners:
-            runner.write_out(is_wanted=True)
-        try:
-            yield
-        finally:
-            for runner in self._runners:
-                runner.write_out(is_wanted=False)
-
     def acquire(self, block: int) -> None:
         """Bind a block's linears to its packet."""
         buffer = self.placement.acquire(block)
@@ -152,6 +140,22 @@ class FrozenModel:
         for layer, _ in self._bound:
             layer.bind(None)
         self.placement.release(block)
+
+    def row_squares(self, paths: Sequence[str]) -> dict[str, Tensor]:
+        """Squared lengths of the rows of frozen linears (out_features each), fp32, by module path: one way through the blocks."""
+        wanted = {id(self._owner(path)): path for path in paths}
+        found: dict[str, Tensor] = {}
+        self.begin("forward")
+        with torch.no_grad():
+            for block in range(len(self.packets)):
+                self.acquire(block)
+                found |= {
+                    wanted[id(layer)]: layer.row_squares()
+                    for layer, _ in self._bound
+                    if id(layer) in wanted
+                }
+                self.release(block)
+        return {path: found[path] for path in paths}
 
     def load_small_(
         self,

@@ -1,62 +1,73 @@
 """Rectified flow: predict the velocity noise - x from x_t = (1 - sigma) x + sigma noise.
 
-sigma is the share of noise: 1 is pure noise, as where sampling starts. Laws of sigma:
+sigma is the share of noise: 1 is pure noise, as where sampling starts. Which levels are drawn is a law (`_levels.py`); how
+an error counts, by its size and its level, is in `_errors.py`.
 
-- uniform: every level alike;
-- logit_normal: sigmoid of a normal draw, so that middle levels come more often;
-- shifted: a logit-normal draw, moved to e^mu / (e^mu + 1/sigma - 1), where mu grows with the number of image tokens,
-  because a larger picture survives more noise. It is the shift under which the family is sampled.
-
-Dimensions: B batch.
+Dimensions: B batch, C channels, H W height and width of a latent.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, get_args
 
 from outsize.base.errors import RecipeError
+from outsize.objectives._errors import Errors
+from outsize.objectives._levels import LAWS, Law, Levels, draw_level
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-LAWS = ("shifted", "uniform", "logit_normal")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowMatching:
-    """Rectified flow with one law of noise levels.
+    """Rectified flow with one law of noise levels and one measure of errors.
 
-    mean, std: of the normal draw below the logit; a positive mean draws more noise.
-    Raises: RecipeError for an unknown law, or a std that is not positive.
+    mean, std: of the normal draw below the logit; a positive mean draws more noise. mode_scale: of the law `mode`. shift:
+    factor on the odds of `shifted`; None: e^mu. lowest, highest: levels outside are drawn anew. errors: see Errors.
+    Raises: RecipeError for an unknown law, a std that is not positive, or an empty range.
     """
 
-    law: Literal["shifted", "uniform", "logit_normal"] = "shifted"
+    law: Law = "shifted"
     mean: float = 0.0
     std: float = 1.0
+    mode_scale: float = 1.29
+    shift: float | None = None
+    lowest: float = 0.0
+    highest: float = 1.0
+    errors: Errors = field(default_factory=Errors)
 
     def __post_init__(self) -> None:
         if self.law not in LAWS:
             raise RecipeError(f"no law of noise levels is called {self.law!r}")
         if not (self.std > 0 and math.isfinite(self.std) and math.isfinite(self.mean)):
             raise RecipeError(f"a normal draw needs std > 0, got mean {self.mean}, std {self.std}")
+        if not 0 <= self.lowest < self.highest <= 1:
+            raise RecipeError(f"no noise level is from {self.lowest} to {self.highest}")
+
+    @classmethod
+    def of_recipe(cls, timesteps: dict[str, Any], loss: dict[str, Any]) -> FlowMatching:
+        """From the values of a recipe's train.timesteps and train.loss."""
+        return cls(**timesteps, errors=Errors(**loss))
 
     def draw(
         self, seeds: Sequence[int], shape: tuple[int, ...], mu: float
     ) -> tuple[Tensor, Tensor]:
         """sigma_B and noise (B, *shape), both fp32 on the CPU: sample b's are functions of seeds[b] alone.
 
-        mu is read by the law `shifted` only.
+        mu is read by the law `shifted` only, where no shift is given.
+        Raises: RecipeError when the law hardly ever draws a level of the range.
         """
         import torch
 
+        levels = Levels(*(getattr(self, one.name) for one in fields(Levels)))
         sigmas, noises = [], []
         for seed in seeds:
             generator = torch.Generator().manual_seed(seed)
-            sigmas.append(self._sigma(generator, mu))
+            sigmas.append(draw_level(levels, generator, mu))
             noises.append(torch.randn(shape, generator=generator))
         return torch.stack(sigmas), torch.stack(noises)
 
@@ -69,34 +80,56 @@ class FlowMatching:
         weight_B: Tensor,
         compute: torch.dtype,
     ) -> Tensor:
-        """Mean over samples of weight x MSE; mixing, target and error are fp32.
+        """Mean over samples of weight x what errors count; mixing, target and error are fp32.
 
-        Shapes: clean and noise (B, ...), all on one device; weight_B (B,), or (B, 1, H, W) of each latent cell; predict takes (noisy in `compute`, sigma_B fp32).
+        Shapes: clean and noise (B, ...), all on one device; weight_B (B,), or (B, 1, H, W) of each latent cell; predict
+        takes (noisy in `compute`, sigma_B fp32).
         """
-        clean, noise = clean.float(), noise.float()
-        sigma = sigma_B.float().view(-1, *(1 for _ in clean.shape[1:]))
-        noisy = (1 - sigma) * clean + sigma * noise
-        error = predict(noisy.to(compute), sigma_B.float()).float() - (noise - clean)
+        counted, factor_B = self._counted(predict, clean, sigma_B, noise, compute)
         if weight_B.dim() > 1:
-            return (weight_B.float() * error.square()).flatten(1).mean(dim=1).mean()
-        per_sample_B = error.square().flatten(1).mean(dim=1)
-        return (weight_B.float() * per_sample_B).mean()
-
-    def _sigma(self, generator: torch.Generator, mu: float) -> Tensor:
-        """One level strictly between 0 and 1, fp32, computed in fp64."""
-        import torch
-
-        if self.law == "uniform":
-            drawn = torch.rand((), generator=generator, dtype=torch.float64)
+            per_sample_B = (weight_B.float() * counted).flatten(1).mean(dim=1)
         else:
-            normal = torch.randn((), generator=generator, dtype=torch.float64)
-            drawn = torch.sigmoid(self.mean + self.std * normal)
-        if self.law == "shifted":
-            # sigmoid(logit(sigma) + mu), without the pole at 0
-            drawn = drawn * math.exp(mu) / (1 + drawn * math.expm1(mu))
-        return drawn.clamp(_SMALLEST, 1 - _SMALLEST).float()
+            per_sample_B = weight_B.float() * counted.flatten(1).mean(dim=1)
+        return (per_sample_B if factor_B is None else factor_B * per_sample_B).mean()
+
+    def per_sample(
+        self,
+        predict: Callable[[Tensor, Tensor], Tensor],
+        clean: Tensor,
+        sigma_B: Tensor,
+        noise: Tensor,
+        compute: torch.dtype,
+    ) -> Tensor:
+        """The mean squared error of each sample (B), fp32, whatever training makes of errors: it can be compared."""
+        error = self._error(predict, clean, sigma_B, noise, compute)
+        return error.square().flatten(1).mean(dim=1)
+
+    def _counted(
+        self,
+        predict: Callable[[Tensor, Tensor], Tensor],
+        clean: Tensor,
+        sigma_B: Tensor,
+        noise: Tensor,
+        compute: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What each error counts by its size, and the factor of each sample's noise level."""
+        error = self._error(predict, clean, sigma_B, noise, compute)
+        sigma = sigma_B.float().view(-1, *(1 for _ in clean.shape[1:]))
+        return self.errors.of(error, sigma), self.errors.factor(sigma_B.float())
+
+    @staticmethod
+    def _error(
+        predict: Callable[[Tensor, Tensor], Tensor],
+        clean: Tensor,
+        sigma_B: Tensor,
+        noise: Tensor,
+        compute: torch.dtype,
+    ) -> Tensor:
+        clean, noise, sigma_B = clean.float(), noise.float(), sigma_B.float()
+        sigma = sigma_B.view(-1, *(1 for _ in clean.shape[1:]))
+        noisy = (1 - sigma) * clean + sigma * noise
+        return predict(noisy.to(compute), sigma_B).float() - (noise - clean)
 
 
-_SMALLEST = 2.0**-24  # half of the distance between 1 and the next smaller fp32
-
+assert set(LAWS) == set(get_args(Law))
 plugin = FlowMatching

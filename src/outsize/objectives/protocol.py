@@ -33,10 +33,20 @@ class FlowObjective(Protocol):
         weight_B: Tensor,
         compute: torch.dtype,
     ) -> Tensor:
-        """Mean over samples of weight x MSE, in fp32; predict takes (noisy in `compute`, sigma_B).
+        """Mean over samples of weight x what errors count, in fp32; predict takes (noisy in `compute`, sigma_B).
 
         weight_B: of each sample (B,), or of each latent cell (B, 1, H, W).
         """
+
+    def per_sample(
+        self,
+        predict: Callable[[Tensor, Tensor], Tensor],
+        clean: Tensor,
+        sigma_B: Tensor,
+        noise: Tensor,
+        compute: torch.dtype,
+    ) -> Tensor:
+        """The mean squared error of each sample (B), fp32: what is measured on pictures that are held out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

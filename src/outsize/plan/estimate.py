@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from outsize.devices._rates import operand_bytes
 from outsize.plan.compute import Compute
@@ -33,10 +32,10 @@ from outsize.plan.work import Work
 BACKWARD_FACTOR = 1.75
 # Without a graph a value lives until it is used: about half of the traffic at a time.
 FORWARD_FACTOR = 0.5
-# Names of phases that only a recipe with previews has.
-PREVIEW, DECODE = "preview", "decode previews"
 # Device buffers for block inputs that wait in host memory, and inputs that are still on their way there.
 INPUT_SLOTS, INPUTS_IN_FLIGHT = 2, 2
+# Of the product of an adapted linear with learned lengths: kept for their gradient, and its own gradient.
+_DORA_COPIES = 2
 # Bytes of a row while it becomes operands of fewer bits: as it is multiplied, and (unless that is compiled) in fp32 twice.
 _EAGER_CONVERSION = 8
 
@@ -59,6 +58,7 @@ def training_step(work: Work, holding: Holding, compute: Compute | None = None) 
         *_operands(work, device, compute),
         *_recorded(work, device, compute),
         *_adapter(work, device),
+        *_lengths(work, device),
         Item("gradients", device, grads * size, "of blocks already done, while inputs remain"),
         *work.demand.training(work, holding),
         *context(work),
@@ -80,6 +80,7 @@ def training_update(work: Work, holding: Holding) -> Phase:
             *outside(work.base, work.compute_bytes, device, vocabulary=_away(work, holding)),
             *_input_buffers(work, holding, device),
             *_adapter(work, device),
+            *_shown(work, device),
             Item("gradients", device, adapter * 4, "of every adapter tensor, fp32"),
             *context(work),
             *host(work, work.base),
@@ -109,56 +110,6 @@ def sampling(work: Work, holding: Holding) -> Phase:
         ),
         holding,
     )
-
-
-def previewing(work: Work, holding: Holding, compute: Compute) -> Phase:
-    """Sampling in the middle of a training, whose adapter, optimiser and buffers stay where they are; never compiled."""
-    device, size = compute_pool(work), work.compute_bytes
-    traffic = max((block.traffic for block in work.base.blocks), default=0)
-    tokens = work.demand.preview_tokens
-    working = math.ceil(tokens * traffic * FORWARD_FACTOR)
-    eager = replace(compute, compiles=False, records=False)
-    return Phase(
-        PREVIEW,
-        (
-            *blocks(work.base, holding, device),
-            *rest(work.base, size, device, eager, vocabulary=_away(work, holding)),
-            Item("working set", device, working * size, f"one block run, {tokens} tokens"),
-            *_operands(work, device, eager, tokens),
-            *_beside(work, holding, device, compute),
-        ),
-        holding,
-    )
-
-
-def decoding_beside(work: Work, holding: Holding, compute: Compute) -> Phase:
-    """The image codec beside a base that goes on training."""
-    device, size = compute_pool(work), work.compute_bytes
-    return Phase(
-        DECODE,
-        (
-            *blocks(work.base, holding, device),
-            *outside(work.base, size, device, vocabulary=_away(work, holding)),
-            *work.demand.decoding(work),
-            *_beside(work, holding, device, compute),
-        ),
-        holding,
-    )
-
-
-def decoding_after(work: Work) -> Phase:
-    """The image codec alone, once the base is gone."""
-    return Phase(DECODE, (*work.demand.decoding(work), *context(work), *host(work, work.base)))
-
-
-def _beside(work: Work, holding: Holding, device: Pool, compute: Compute) -> Iterator[Item]:
-    """What a training keeps between two steps, the base left out."""
-    yield from _recorded(work, device, compute)
-    yield from _input_buffers(work, holding, device)
-    yield from _adapter(work, device)
-    yield from work.demand.previewing(work)
-    yield from context(work)
-    yield from host(work, work.base)
 
 
 def _away(work: Work, holding: Holding) -> int:
@@ -200,10 +151,8 @@ def _working_set(work: Work, holding: Holding, device: Pool, working: int) -> It
     return Item("activations", device, kept * size, "of all blocks, kept for backward")
 
 
-def _operands(
-    work: Work, device: Pool, compute: Compute | None, tokens: int | None = None
-) -> Iterator[Item]:
-    """Activations converted for a product in fewer bits than the compute type. tokens: None: those of training."""
+def _operands(work: Work, device: Pool, compute: Compute | None) -> Iterator[Item]:
+    """Activations converted for a product in fewer bits than the compute type."""
     if compute is None or device != "device":
         return
     size = operand_bytes(compute.arithmetic)
@@ -212,8 +161,7 @@ def _operands(
     widest = max((block.widest_input for block in work.base.blocks), default=0)
     each = size + (0 if compute.compiles else _EAGER_CONVERSION)
     why = f"one product's rows in {compute.arithmetic}"
-    rows = work.tokens if tokens is None else tokens
-    yield Item("operands", device, rows * widest * each, why)
+    yield Item("operands", device, work.tokens * widest * each, why)
 
 
 def _recorded(work: Work, device: Pool, compute: Compute | None) -> Iterator[Item]:
@@ -235,6 +183,26 @@ def _adapter(work: Work, device: Pool) -> Iterator[Item]:
     why = f"{elements} numbers, with fp32 masters" if masters else f"{elements} numbers, fp32"
     yield Item("adapter", device, elements * (work.compute_bytes + masters), why)
     yield Item("optimizer state", device, work.optimizer_bytes, work.optimizer)
+    if work.averages == "kept":
+        yield Item("average", device, elements * 4, "moving average of the masters, fp32")
+
+
+def _shown(work: Work, device: Pool) -> Iterator[Item]:
+    """Averaged weights while they are looked at or saved."""
+    elements = work.num_adapter_elements
+    sizes = (4 if work.averages == "derived" else 0) + (2 if work.compute_bytes == 2 else 0)
+    if work.averages and sizes:
+        yield Item("averaged weights", device, elements * sizes, "while they are looked at")
+
+
+def _lengths(work: Work, device: Pool) -> Iterator[Item]:
+    """What learned lengths of rows take in one block: products kept for their gradient, and one on its way."""
+    rows = max(work.rows_by_block, default=0)
+    if rows:
+        why = "products of one block, kept for the lengths' gradients (DoRA)"
+        kept = _DORA_COPIES * work.tokens * rows * work.compute_bytes
+        yield Item("scaled products", device, kept, why)
+        yield Item("row lengths", device, sum(work.rows_by_block) * 4, "of frozen rows, fp32")
 
 
 def _widest(work: Work) -> int:

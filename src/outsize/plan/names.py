@@ -1,4 +1,4 @@
-"""Names in a recipe that only the catalogues can judge: of families, variants, slots, formats and other plug-ins.
+"""Names in a recipe that only the catalogues can judge: family, variant, formats, slots, optimizer, arithmetic, placement.
 
 Recipes rank below the plug-ins, so they cannot know these names; plan can. Nothing here imports torch: catalogues list
 files, and families and formats import without it.
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from outsize.arithmetic.protocol import ARITHMETICS
 from outsize.base.catalogue import Catalogue, nearest
 from outsize.base.errors import RecipeError
+from outsize.base.options import build_with_options
 from outsize.families.protocol import FAMILIES, Component, TrainedFamily, without_depth
 from outsize.formats.protocol import make_format
 from outsize.placement.protocol import PLACEMENTS
@@ -24,7 +25,6 @@ from outsize.recipes.yaml_tree import Fault, parse_tree
 # By name, since train is of plan's own rank; asked for names and for the size of their state, which need no torch.
 OPTIMIZERS = Catalogue("outsize.train.optimizers", "optimizer")
 TASKS = Catalogue("outsize.plan.tasks", "task")  # by the objective of the base's family
-TRACKERS = Catalogue("outsize.runs.trackers", "tracker")
 AUTO = "auto"  # the planner chooses
 
 
@@ -37,6 +37,25 @@ def base_family(name: str) -> TrainedFamily:
     if not hasattr(family, "objective"):
         raise RecipeError(f"{name!r} is a part of other models and cannot be trained by itself")
     return cast("TrainedFamily", family)
+
+
+class StatedOptimizer(Protocol):
+    """What plans ask of an optimiser's plug-in; see train/optimizers/protocol.py, which is of plan's own rank."""
+
+    def state_bytes(self, elements: int) -> int:
+        """Bytes of state for one tensor of that many numbers."""
+
+
+def optimizer_of(recipe: Recipe) -> StatedOptimizer:
+    """The recipe's optimiser with its options.
+
+    Raises: RecipeError for a name, option or value that does not exist.
+    """
+    name, options = recipe.train.optimizer, recipe.train.optimizer_options
+    made: StatedOptimizer = build_with_options(
+        f"optimizer {name!r}", OPTIMIZERS.load(name), options
+    )
+    return made
 
 
 def check_variant(family: str, variant: str) -> TrainedFamily:
@@ -90,11 +109,23 @@ def _faults(recipe: Recipe) -> Iterator[Fault]:
         for slot in sorted(base.components.keys() - slots):
             yield Fault(None, f"base.components.{slot}", _no_such_part(slot, slots))
         yield from TASKS.load(base_family(base.family).objective).faults(recipe)
-    yield from _unknown("train.optimizer", OPTIMIZERS, recipe.train.optimizer)
+    yield from _optimizer_faults(recipe)
     yield from _unknown("train.arithmetic", ARITHMETICS, recipe.train.arithmetic, AUTO)
     yield from _unknown("placement.kind", PLACEMENTS, recipe.placement.kind, AUTO)
-    for name in recipe.track:
-        yield from _unknown("track", TRACKERS, name)
+
+
+def _optimizer_faults(recipe: Recipe) -> Iterator[Fault]:
+    """A name or option that does not exist, and settings that do not go with the optimiser."""
+    unknown = list(_unknown("train.optimizer", OPTIMIZERS, recipe.train.optimizer))
+    yield from unknown
+    if unknown:
+        return
+    faults = list(_fault("train.optimizer_options", optimizer_of, recipe))
+    yield from faults
+    find = None if faults else getattr(optimizer_of(recipe), "fault", None)
+    found = None if find is None else find(recipe.train)
+    if found is not None:
+        yield Fault(None, f"train.{found[0]}", found[1])
 
 
 def _no_such_part(slot: str, slots: Collection[str]) -> str:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outsize.base.units import format_bytes
-from outsize.plan.names import AUTO, OPTIMIZERS, TASKS, base_family, components_of
+from outsize.plan.names import AUTO, TASKS, base_family, components_of, optimizer_of
 from outsize.plan.plan import Plan
 from outsize.plan.pools import Phase
 from outsize.plan.tasks.protocol import PlanTask
-from outsize.plan.work import state_bytes
 from outsize.recipes.recipe import Recipe
 
 _GROUPS = {
@@ -37,7 +36,6 @@ _GROUPS = {
         "slots of block inputs",
         "waiting block inputs",
         "working set",
-        "working set of the codec",
         "operands",
         "activations",
         "batch",
@@ -154,13 +152,9 @@ def _levers(plan: Plan, recipe: Recipe) -> Iterator[list[Change]]:
     """Changes in the order of what they cost, each from the mildest to the strongest."""
     if plan.compute_fault is not None:
         yield [Change((("train.arithmetic", AUTO),))]
-    if recipe.previews.every is not None and recipe.previews.decode == "now":
-        yield [Change((("previews.decode", AUTO),))]
     yield from _placement_levers(recipe)
     if recipe.train.compile is True:
         yield [Change((("train.compile", None),))]
-    if recipe.previews.every is not None:
-        yield [Change((("previews.every", None),))]
     yield from _rounding_levers(recipe)
     for lever in _task(recipe).levers(recipe):
         yield [Change(edits) for edits in lever]
@@ -203,13 +197,9 @@ def _rounding_levers(recipe: Recipe) -> Iterator[list[Change]]:
         if component.kind == "text" and chosen != recipe.base.format:
             path = f"base.components.{component.slot}.format"
             yield [Change(((path, recipe.base.format.model_dump()),))]
-    smallest = min(OPTIMIZERS.names(), key=_state_bytes)
-    if _state_bytes(smallest) < _state_bytes(train.optimizer):
-        yield [Change((("train.optimizer", smallest),))]
-
-
-def _state_bytes(optimizer: str) -> int:
-    return state_bytes(optimizer, 1 << 20)
+    smaller = getattr(optimizer_of(recipe), "smaller", None)
+    if smaller is not None:
+        yield [Change((("train.optimizer", smaller),))]
 
 
 def _peak(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from outsize.base.table import ShapeTable, TensorSpec
 from outsize.families.protocol import FAMILIES
 from outsize.formats._packing import assign
 from outsize.formats.protocol import Format, make_format
+from outsize.recipes.adapter import AdapterChoice
 from outsize.recipes.recipe import FormatChoice
 from outsize.weights.packet import plan_packet
 
@@ -107,13 +108,16 @@ def vocabulary_tensors(family: str, variant: str) -> tuple[str, ...]:
     )
 
 
-def adapter_elements(
-    table: ShapeTable, rank: int, roles: Iterable[str]
-) -> tuple[tuple[int, int], ...]:
-    """(block, numbers) of every low-rank matrix: rank x inputs and outputs x rank for each linear of the roles."""
-    return tuple(
-        (spec.block or 0, rank * size) for spec in table.linears(roles) for size in spec.shape
-    )
+def adapter_elements(table: ShapeTable, choice: AdapterChoice) -> tuple[tuple[int, int], ...]:
+    """(block, numbers) of every trained tensor: rank x inputs and outputs x rank for each adapted linear, magnitudes too.
+
+    Raises: RecipeError when nothing would be trained.
+    """
+    ranks = choice.adapted(table)
+    adapted = [spec for spec in table.linears(choice.roles) if spec.module in ranks]
+    pairs = [(spec.block or 0, ranks[spec.module][0] * n) for spec in adapted for n in spec.shape]
+    lengths = [(spec.block or 0, spec.shape[0]) for spec in adapted]
+    return tuple(pairs + lengths if choice.kind == "dora" else pairs)
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from outsize.base.errors import RecipeError
+from outsize.base.table import ShapeTable
 from outsize.families.protocol import TrainedFamily
-from outsize.plan.names import OPTIMIZERS, TASKS, base_family, check_names, components_of
+from outsize.plan.names import (
+    TASKS,
+    StatedOptimizer,
+    base_family,
+    check_names,
+    components_of,
+    optimizer_of,
+)
 from outsize.plan.pools import Holding, Item, Phase
 from outsize.plan.sizes import (
     Found,
@@ -22,9 +29,8 @@ from outsize.plan.sizes import (
     model_sizes,
     vocabulary_tensors,
 )
+from outsize.recipes.adapter import AdapterChoice
 from outsize.recipes.recipe import Recipe, rest_format
-
-PreviewDecode = Literal["auto", "now", "end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +62,6 @@ class Demand(Protocol):
     def sample_tokens(self) -> int:
         """Tokens that go through the blocks at once while sampling."""
 
-    @property
-    def preview_tokens(self) -> int:
-        """Tokens that go through the blocks at once for a preview while training; 0: none are made."""
-
-    @property
-    def preview_decode(self) -> PreviewDecode | None:
-        """When previews are decoded; None: there is nothing to decode."""
-
     def mixing_flops(self, work: Work) -> Sequence[float]:
         """Operations of mixing tokens (attention, its projections left out) in each block, forward, in one pass."""
 
@@ -75,12 +73,6 @@ class Demand(Protocol):
 
     def sampling(self, work: Work) -> Iterator[Item]:
         """What sampling holds beside the base."""
-
-    def previewing(self, work: Work) -> Iterator[Item]:
-        """What a preview holds beside the base and its training: the batch that comes next among it."""
-
-    def decoding(self, work: Work) -> Iterator[Item]:
-        """What decoding a preview takes, one picture at a time."""
 
     def before(self, work: Work, hold: Callable[[ModelSizes], Holding]) -> Iterator[Phase]:
         """Phases before training, after the stores are made. hold: how a conditioner's blocks are best held."""
@@ -97,7 +89,11 @@ class Demand(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One recipe on one kind of machine."""
+    """One recipe on one kind of machine.
+
+    averages: of the masters: kept on the device (a moving average), derived from the optimiser's state when they are looked
+    at, or none. rows_by_block: rows of adapted matrices whose lengths are learned (DoRA); none: ().
+    """
 
     has_gpu: bool
     base: ModelSizes
@@ -110,6 +106,8 @@ class Work:
     optimizer_bytes: int
     num_checkpoints: int
     num_vocabulary_elements: int
+    averages: Literal["", "kept", "derived"] = ""
+    rows_by_block: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -134,8 +132,9 @@ class Work:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The adapter's fp32 masters and the optimiser's state."""
-        return self.num_adapter_elements * 4 + self.optimizer_bytes
+        """The adapter's fp32 masters, their average and the optimiser's state."""
+        copies = 2 if self.averages else 1
+        return self.num_adapter_elements * 4 * copies + self.optimizer_bytes
 
 
 def work_of(
@@ -160,7 +159,9 @@ def work_of(
         rest_format("base"),
         (found or {}).get("base"),
     )
-    tensors = _adapter_tensors(recipe, family)
+    table = family.table(recipe.base.variant)
+    tensors = adapter_elements(table, recipe.adapter)
+    optimizer = optimizer_of(recipe)
     return Work(
         has_gpu=has_gpu,
         base=sizes,
@@ -174,25 +175,39 @@ def work_of(
         ),
         optimizer=recipe.train.optimizer,
         optimizer_bytes=sum(
-            count * state_bytes(recipe.train.optimizer, size)
+            count * optimizer.state_bytes(size)
             for size, count in Counter(size for _, size in tensors).items()
         ),
         num_checkpoints=min(
             recipe.checkpoints.keep, math.ceil(recipe.train.steps / recipe.checkpoints.every)
         ),
         num_vocabulary_elements=_vocabulary_elements(recipe, family),
+        averages=_averages(recipe, optimizer),
+        rows_by_block=_learned_rows(table, recipe.adapter),
     )
+
+
+def _averages(recipe: Recipe, optimizer: StatedOptimizer) -> Literal["", "kept", "derived"]:
+    if recipe.train.ema is not None:
+        return "kept"
+    return "derived" if hasattr(optimizer, "averaged") else ""
+
+
+def _learned_rows(table: ShapeTable, choice: AdapterChoice) -> tuple[int, ...]:
+    if choice.kind != "dora":
+        return ()
+    ranks = choice.adapted(table)
+    rows = [0] * table.num_blocks
+    for spec in table.linears(choice.roles):
+        if spec.module in ranks:
+            rows[spec.block or 0] += spec.shape[0]
+    return tuple(rows)
 
 
 def _vocabulary_elements(recipe: Recipe, family: TrainedFamily) -> int:
     table = family.table(recipe.base.variant).by_name
     names = vocabulary_tensors(recipe.base.family, recipe.base.variant)
     return sum(table[name].num_elements for name in names)
-
-
-def state_bytes(optimizer: str, elements: int) -> int:
-    """State of one adapter tensor, as the optimiser's plug-in tells."""
-    return int(OPTIMIZERS.load(optimizer).state_bytes(elements))
 
 
 def _conditioners(recipe: Recipe, known: Mapping[str, Found]) -> tuple[Conditioner, ...]:
@@ -204,16 +219,3 @@ def _conditioners(recipe: Recipe, known: Mapping[str, Found]) -> tuple[Condition
         )
         found.append(Conditioner(one.slot, one.kind, one.family, one.variant, sizes))
     return tuple(found)
-
-
-def _adapter_tensors(recipe: Recipe, family: TrainedFamily) -> tuple[tuple[int, int], ...]:
-    table = family.table(recipe.base.variant)
-    tensors = adapter_elements(table, recipe.adapter.rank, recipe.adapter.roles)
-    if not tensors:
-        there = sorted({spec.role for spec in table.linears()})
-        raise RecipeError(
-            f"adapter.roles {list(recipe.adapter.roles)} match no linear inside the blocks of "
-            f"{recipe.base.family}.{recipe.base.variant}, so nothing would be trained; "
-            f"there are {', '.join(there)}"
-        )
-    return tensors

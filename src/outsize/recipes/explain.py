@@ -65,6 +65,11 @@ def _field(
     elif len(sections_in(info.annotation)) > 1:
         yield f"{indent}{name}:"
         yield from _alternatives(sections_in(info.annotation), path, depth + 1, filled)
+    elif get_origin(info.annotation) is tuple and not info.is_required():
+        yield f"{indent}{name}: []"
+        yield from _comment("for instance", indent + "  ")
+        yield f"{indent}  # -"
+        yield from (f"{indent}  #   {line}" for line in _section(inner, path, 0, filled) if line)
     elif get_origin(info.annotation) is tuple:
         yield f"{indent}{name}:"
         yield f"{indent}  -"

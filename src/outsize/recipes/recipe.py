@@ -17,13 +17,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from outsize.base.files import json_digest
+from outsize.recipes.adapter import AdapterChoice
 from outsize.recipes.data import DataChoice
 from outsize.recipes.numbers import numbers_digest
 from outsize.recipes.pictures import PictureChoice
-from outsize.recipes.section import AsTuple, Bytes, Count, FilePath, Section, Text
-from outsize.recipes.showing import CompareChoice, EvaluateChoice, PreviewChoice
+from outsize.recipes.saving import CheckpointChoice, EvaluateChoice
+from outsize.recipes.section import AsTuple, Bytes, Count, FilePath, Section, Seed, Text
 from outsize.recipes.text import TextChoice
-from outsize.recipes.training import AdapterChoice, TrainChoice
+from outsize.recipes.training import TrainChoice
 
 # Windows keeps these names for devices, with any ending; a run folder must exist on every system.
 _WINDOWS_DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
@@ -153,13 +154,41 @@ class PlacementChoice(Section):
     )
 
 
-class CheckpointChoice(Section):
-    """What is saved on the way."""
+class CompareChoice(Section):
+    """What `outsize compare` and `outsize sample` make, with the adapter and without."""
 
-    every: Count = Field(
-        default=250, description="Steps between checkpoints; the last step is always saved."
+    prompts: Annotated[tuple[Text, ...], AsTuple] = Field(
+        default=(),
+        description="Prompts for what was learned; none: captions of the training set, or beginnings of held-out texts.",
     )
-    keep: Count = Field(default=3, description="Newest checkpoints kept.")
+    controls: Annotated[tuple[Text, ...], AsTuple] = Field(
+        default=(), description="Prompts whose pictures or texts must not change."
+    )
+    seeds: Annotated[tuple[Seed, ...], AsTuple] = Field(
+        default=(0,), min_length=1, description="Seeds; every prompt is rendered with each."
+    )
+    steps: Count | None = Field(
+        default=None, description="Pictures: sampling steps; null: the family's own."
+    )
+    guidance: float | None = Field(
+        default=None, ge=0, description="Pictures: guidance; null: the family's own."
+    )
+    width: Count | None = Field(
+        default=None, description="Pictures: pixels; null: data.resolution."
+    )
+    height: Count | None = Field(
+        default=None, description="Pictures: pixels; null: data.resolution."
+    )
+    max_tokens: Count = Field(default=200, description="Text: tokens written at most.")
+    temperature: float = Field(
+        default=0.7, ge=0, description="Text: how freely tokens are drawn; 0: always the likeliest."
+    )
+    top_p: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="Text: tokens are drawn among the likeliest that together have this probability.",
+    )
 
 
 class Recipe(Section):
@@ -186,15 +215,6 @@ class Recipe(Section):
     compare: CompareChoice = Field(
         default_factory=CompareChoice,
         description="What `outsize compare` and `outsize sample` make, with the adapter and without.",
-    )
-    previews: PreviewChoice = Field(
-        default_factory=PreviewChoice,
-        description="Pictures or texts made while training; they change no bit of it.",
-    )
-    track: Annotated[tuple[Text, ...], AsTuple] = Field(
-        default=(),
-        description="Programs that are told of every step as well (files in outsize/runs/trackers): tensorboard, trackio. The "
-        "run folder and its report need none.",
     )
     runs: FilePath = Field(default=Path("runs"), description="Folder of run folders.")
     cache: FilePath | None = Field(

@@ -1,4 +1,4 @@
-"""The parts of a recipe that say what is trained and how."""
+"""The part of a recipe that says how it is trained."""
 
 from __future__ import annotations
 
@@ -6,42 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from outsize.base.table import Role
-from outsize.recipes.section import AsTuple, Count, Section, Seed, Text
-
-
-class AdapterChoice(Section):
-    """What is trained: a low-rank adapter."""
-
-    rank: Count = Field(default=16, description="Rank of the adapter's matrices.")
-    alpha: float | None = Field(
-        default=None,
-        gt=0,
-        description="The adapter's effect is scaled by alpha / rank; null: alpha = rank.",
-    )
-    roles: Annotated[tuple[Role, ...], AsTuple] = Field(
-        default=("attention", "mlp"),
-        min_length=1,
-        description="Kinds of linears inside the blocks that get an adapter.",
-    )
-
-    @property
-    def effective_alpha(self) -> float:
-        """Alpha with its default filled in."""
-        return float(self.rank) if self.alpha is None else self.alpha
-
-
-class TimestepChoice(Section):
-    """How the noise level of each sample is drawn."""
-
-    law: Literal["shifted", "uniform", "logit_normal"] = Field(
-        default="shifted",
-        description="shifted: logit-normal, moved by resolution as the family samples; the others: unmoved.",
-    )
-    mean: float = Field(default=0.0, description="Mean of the normal under the logit.")
-    std: float = Field(
-        default=1.0, gt=0, description="Standard deviation of the normal under the logit."
-    )
+from outsize.recipes.flow import LossChoice, TimestepChoice
+from outsize.recipes.section import Added, AsTuple, Count, Section, Seed, Text
 
 
 class TrainChoice(Section):
@@ -53,12 +19,24 @@ class TrainChoice(Section):
     )
     accumulate: Count = Field(default=1, description="Passes averaged into one update.")
     optimizer: Text = Field(
-        default="adamw", description="adamw (fp32 state) or adamw8bit (a quarter of the state)."
+        default="adamw",
+        description="adamw (fp32 state), adamw8bit (a quarter of the state), prodigy (finds its step size; learning_rate: "
+        "1.0) or schedulefree (averages in place of a schedule).",
+    )
+    optimizer_options: Annotated[dict[str, str | int | float | bool], Added()] = Field(
+        default_factory=dict,
+        description="The optimizer's own options, as in {d_coef: 2.0} for prodigy.",
     )
     learning_rate: float = Field(default=1.0e-4, gt=0, description="Step size after warm-up.")
-    schedule: Literal["constant", "cosine"] = Field(
+    schedule: Literal["constant", "cosine", "linear"] = Field(
         default="constant",
-        description="Step size after warm-up: constant, or falling along a cosine to a twentieth at the last step.",
+        description="Step size after warm-up: constant, or falling along a cosine or a line from the first step to the last.",
+    )
+    schedule_floor: Annotated[float, Added()] = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="Share of learning_rate below which a falling schedule does not go.",
     )
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], AsTuple
@@ -78,6 +56,16 @@ class TrainChoice(Section):
     seed: Seed = Field(
         default=0,
         description="Fixes every random choice: batch, crop, noise, noise level, dropout.",
+    )
+    ema: Annotated[float | None, Added()] = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Decay of a moving average of the weights, as in 0.999, kept and saved beside them (checkpoints.weights "
+        "says which are used); null: none.",
+    )
+    loss: Annotated[LossChoice, Added()] = Field(
+        default_factory=LossChoice, description="How far a prediction is from its target."
     )
     timesteps: TimestepChoice = Field(
         default_factory=TimestepChoice, description="How the noise level of each sample is drawn."

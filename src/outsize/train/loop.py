@@ -22,7 +22,6 @@ from outsize.runs.checkpoint import Checkpoint, prune_checkpoints, save_checkpoi
 from outsize.runs.requests import Requests
 from outsize.train.update import Update
 
-SMALLEST_SHARE = 0.05  # of the learning rate, at the end of a falling schedule
 Outcome = Literal["completed", "stopped"]
 
 
@@ -33,19 +32,21 @@ class LoopSettings:
     num_steps: int
     accumulate: int
     learning_rate: float
-    schedule: Literal["constant", "cosine"]
+    schedule: Literal["constant", "cosine", "linear"]
+    schedule_floor: float
     warmup_steps: int
     clip_norm: float | None
     checkpoint_every: int
     checkpoints_kept: int
 
     def rate_at(self, step: int) -> float:
-        """Step size of an update: linear warm-up from 0 (exclusive), then constant or along a cosine."""
+        """Step size of an update: linear warm-up from 0 (exclusive) times the schedule, which counts all steps."""
         warm = min(1.0, (step + 1) / (self.warmup_steps + 1))
         if self.schedule == "constant":
             return self.learning_rate * warm
-        fallen = 0.5 * (1 + math.cos(math.pi * step / self.num_steps))
-        return self.learning_rate * warm * max(SMALLEST_SHARE, fallen)
+        way = step / self.num_steps
+        left = 1 - way if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * way))
+        return self.learning_rate * warm * max(self.schedule_floor, left)
 
 
 class MicroBatches(Protocol):
@@ -192,12 +193,13 @@ class Loop:
         """Write a checkpoint of `step` finished updates."""
         started = time.perf_counter()
         tensors, skeleton = self.update.state()
-        masters = {
-            name: one.detach().to("cpu", copy=True) for name, one in self.update.masters.items()
-        }
+        groups = {"adapter": _on_host(self.update.masters), "optimizer": tensors}
+        averaged = self.update.averaged()
+        if averaged is not None:
+            groups["averaged"] = _on_host(averaged)
         checkpoint = Checkpoint(
             step,
-            {"adapter": masters, "optimizer": tensors},
+            groups,
             {"optimizer": skeleton, "identity": dict(self.identity)},
         )
         path = save_checkpoint(self.checkpoints, checkpoint)
@@ -213,5 +215,13 @@ class Loop:
             for name, master in self.update.masters.items():
                 master.copy_(checkpoint.groups["adapter"][name])
         self.update.publish_()
-        self.update.load_state_(checkpoint.groups["optimizer"], checkpoint.values["optimizer"])
+        self.update.load_state_(
+            checkpoint.groups["optimizer"],
+            checkpoint.values["optimizer"],
+            checkpoint.groups.get("averaged"),
+        )
         self.start = checkpoint.step
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one.detach().to("cpu", copy=True) for name, one in tensors.items()}

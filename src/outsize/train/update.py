@@ -3,19 +3,22 @@
 All masters lie in one flat fp32 tensor, so that an update is a handful of launches instead of thousands: between the
 gradient's norm, which the host must see, and the next step, the card would wait for every one of them. Where the adapter
 computes in a smaller type its parameters are views of a flat rounded copy; where it computes in fp32, of the masters
-themselves.
+themselves. Weights that are not what is to be used elsewhere (an optimiser's, or where a moving average is wanted) have an
+average beside them: a flat tensor of the same shape.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from outsize.train.optimizers.protocol import OPTIMIZERS, OptimizerFactory, OptimizerSettings
+from outsize.train.average import Average
+from outsize.train.optimizers.protocol import OptimizerSettings, make_optimizer
 
 # Elements at which each tensor begins: whole 256-byte lines in any type, and whole blocks of 8-bit optimisers.
 _ALIGNMENT = 256
@@ -24,16 +27,22 @@ _ALIGNMENT = 256
 class Update:
     """Masters, gradients and optimiser of one adapter. masters: fp32, by name, views of the flat tensor."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - what is trained, by what, and how
         self,
         parameters: Mapping[str, nn.Parameter],
         initial: Mapping[str, Tensor],
         name: str,
         settings: OptimizerSettings,
+        options: Mapping[str, Any] | None = None,
+        ema: float | None = None,
     ) -> None:
-        """Set up for these parameters, whose unrounded values (fp32) are `initial`; their storage is replaced."""
+        """Set up for these parameters, whose unrounded values (fp32) are `initial`; their storage is replaced.
+
+        options: the optimiser's own. ema: decay of a moving average of the masters; None: none is kept.
+        """
         self.parameters = dict(parameters)
-        some = next(iter(self.parameters.values()))
+        # the type that most compute in; those in fp32 are their masters
+        some = min(self.parameters.values(), key=lambda one: one.element_size())
         size = 0
         self._places: dict[str, tuple[int, torch.Size]] = {}
         for key, one in self.parameters.items():
@@ -45,11 +54,12 @@ class Update:
             master.copy_(initial[key])
         self._flat = nn.Parameter(flat)
         self._rounded = None if some.dtype == flat.dtype else flat.to(some.dtype)
-        for key, view in self._views(flat if self._rounded is None else self._rounded).items():
-            self.parameters[key].data = view
+        self._computing = self._in_own_types(flat, self._rounded)
+        self._take(self._computing)
         self._grads: dict[str, Tensor | None] = {}
-        factory: OptimizerFactory = OPTIMIZERS.load(name)
-        self.optimizer = factory([self._flat], settings)
+        self._factory = make_optimizer(name, options)
+        self.optimizer = self._factory([self._flat], settings)
+        self._average = None if ema is None else Average(flat, ema)
 
     def collect_(self) -> None:
         """Add the parameters' gradients to the masters' and clear them; call after every backward."""
@@ -89,6 +99,8 @@ class Update:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._grads = {}
+        if self._average is not None:
+            self._average.follow_(self._flat.detach())
         self.publish_()
 
     def publish_(self) -> None:
@@ -97,15 +109,69 @@ class Update:
             with torch.no_grad():
                 self._rounded.copy_(self._flat)
 
+    def averaged(self) -> dict[str, Tensor] | None:
+        """What is to be used elsewhere in place of the masters, fp32 by name; None where that is the masters themselves."""
+        flat = self._averaged()
+        return None if flat is None else self._views(flat)
+
+    @contextmanager
+    def shown(self, which: Literal["averaged", "raw"]) -> Iterator[None]:
+        """Within the block the adapter computes with the averaged weights, where there are any; no bit is changed by it."""
+        flat = self._averaged() if which == "averaged" else None
+        if flat is None:
+            yield
+            return
+        rounded = None if self._rounded is None else flat.to(self._rounded.dtype)
+        self._take(self._in_own_types(flat, rounded))
+        try:
+            yield
+        finally:
+            self._take(self._computing)
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The optimiser's state as tensors by path, and a JSON skeleton that says where each belongs."""
         tensors: dict[str, Tensor] = {}
         skeleton = _take_tensors(self.optimizer.state_dict(), "state", tensors)
+        if self._average is not None:
+            skeleton = {**skeleton, "averaged_updates": self._average.num_updates}
         return tensors, skeleton
 
-    def load_state_(self, tensors: Mapping[str, Tensor], skeleton: dict[str, Any]) -> None:
-        """Take the state that `state` gave."""
-        self.optimizer.load_state_dict(_put_tensors(skeleton, tensors))
+    def load_state_(
+        self,
+        tensors: Mapping[str, Tensor],
+        skeleton: dict[str, Any],
+        averaged: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Take the state that `state` gave, and what `averaged` gave then."""
+        own = {key: value for key, value in skeleton.items() if key != "averaged_updates"}
+        self.optimizer.load_state_dict(_put_tensors(own, tensors))
+        if self._average is not None:
+            assert averaged is not None, "a run that averages has saved its average"
+            self._average.num_updates = skeleton["averaged_updates"]
+            for name, view in self._views(self._average.values).items():
+                view.copy_(averaged[name])
+
+    def _averaged(self) -> Tensor | None:
+        if self._average is not None:
+            return self._average.values
+        find = getattr(self._factory, "averaged", None)
+        flat: Tensor | None = None if find is None else find(self.optimizer, self._flat)
+        return flat
+
+    def _in_own_types(self, flat: Tensor, rounded: Tensor | None) -> dict[str, Tensor]:
+        """Each parameter's values in the type that it computes in."""
+        whole = self._views(flat)
+        if rounded is None:
+            return whole
+        small = self._views(rounded)
+        return {
+            key: whole[key] if one.dtype == flat.dtype else small[key]
+            for key, one in self.parameters.items()
+        }
+
+    def _take(self, values: Mapping[str, Tensor]) -> None:
+        for key, value in values.items():
+            self.parameters[key].data = value
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         """Each tensor's place in a flat one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from outsize.app.tasks.protocol import (
     Ask,
@@ -103,9 +103,8 @@ class PictureTask:
     def corpus(self, site: Site) -> Corpus:
         """Pictures and captions, all encoded and cached."""
         from outsize.app.encode import build_corpus
-        from outsize.app.previews import texts_of_previews
 
-        return Pictures(build_corpus(site, lambda manifest: texts_of_previews(site, manifest)))
+        return Pictures(build_corpus(site))
 
     def losses(
         self, recipe: Recipe, device: Device, model: FrozenModel, batches: Batches
@@ -115,14 +114,9 @@ class PictureTask:
 
         return Losses(recipe, device, model, batches)
 
-    def watch(self, site: Site, model: FrozenModel, _adapter: Adapter, corpus: Corpus) -> Watch:
-        """Previews. The loss of pictures that are held out says little; `outsize compare` shows more."""
-        if site.recipe.previews.every is None:
-            return NoWatch()
-        from outsize.app.previews import PicturePreviews, Previews
-
-        pictures = PicturePreviews(site, model, cast("Pictures", corpus).corpus.manifest)
-        return Previews(site, pictures.make, pictures.finish)
+    def watch(self, _site: Site, _model: FrozenModel, _adapter: Adapter, _corpus: Corpus) -> Watch:
+        """The loss of pictures that are held out says little; `outsize compare` shows more."""
+        return NoWatch()
 
     def compare(self, site: Site, run: RunFolder) -> Compared:
         """A labelled grid of base and adapter, with control prompts, and how far they are apart."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from outsize.train.optimizers.protocol import OptimizerSettings
 
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
 _MOMENTS_BYTES = 2 * 4  # two moments in fp32
 
 
+@dataclass(frozen=True, slots=True)
 class AdamW:
     """The plug-in."""
+
+    smaller: ClassVar[str] = "adamw8bit"
 
     def state_bytes(self, elements: int) -> int:
         return _MOMENTS_BYTES * elements
@@ -35,4 +39,4 @@ class AdamW:
         )
 
 
-plugin = AdamW()
+plugin = AdamW

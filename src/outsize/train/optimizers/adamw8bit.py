@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outsize.train.optimizers.protocol import OptimizerSettings
@@ -22,6 +23,7 @@ _FP32_MOMENTS_BYTES = 2 * 4
 _SMALLEST = 4096
 
 
+@dataclass(frozen=True, slots=True)
 class AdamW8bit:
     """The plug-in: block-wise 8-bit moments over fp32 masters."""
 
@@ -44,4 +46,4 @@ class AdamW8bit:
         return made
 
 
-plugin = AdamW8bit()
+plugin = AdamW8bit

@@ -18,7 +18,7 @@ _ARTICLED = {int: "a whole number", float: "a number", bool: "true or false", st
 
 
 def build_with_options(name: str, plugin: type[Any], options: Mapping[str, Any]) -> Any:
-    """An instance of the format's dataclass.
+    """An instance of the plug-in's dataclass. name: what to call it in errors, as in "format 'nf4'".
 
     Raises: RecipeError naming every unknown option, with the nearest real one, and every value that is not allowed.
     """
@@ -31,7 +31,7 @@ def build_with_options(name: str, plugin: type[Any], options: Mapping[str, Any])
         if not _is_allowed(hints[option], options[option])
     ]
     if faults:
-        raise RecipeError(f"format {name!r}: {'; '.join(sorted(faults))}")
+        raise RecipeError(f"{name}: {'; '.join(sorted(faults))}")
     return plugin(**options)
 
 
