@@ -56,6 +56,15 @@ HostRamOption = Annotated[
         show_default=False,
     ),
 ]
+AdapterOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        help="An adapter's file or folder, of any program, in place of the run's own; FILE:0.8 for a weight. May be given "
+        "several times: they are added.",
+        show_default=False,
+    ),
+]
 DEFAULT_RAM = "2GiB"
 
 

@@ -7,10 +7,11 @@ lose less in the same bits: scales that are searched, and inputs that are turned
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from outsize.base.errors import FormatError
 from outsize.base.parts import Part
 from outsize.formats._grouped import codes_part, is_grouped, num_groups, refuse_ungrouped
 from outsize.formats._nf4_values import NESTED_GROUP, fault_of
@@ -133,6 +134,32 @@ class NF4:
         from outsize.formats._nf4_adopt import Adopter
 
         return Adopter(form, shape, stored, is_double=self.scales == "double")
+
+    def published(self, shape: tuple[int, ...]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """A matrix (N, K) as bitsandbytes keeps it; see the protocol."""
+        from outsize.formats._nf4_publish import published
+
+        if self._is_turned:
+            raise FormatError(
+                "no other program turns a matrix back that was turned before packing; set `rotation` to none"
+            )
+        is_double = self.scales == "double"
+        return published(shape, _QUANT_TYPE, group=self.group, is_double=is_double)
+
+    def publish(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: str
+    ) -> dict[str, Tensor]:
+        """Its tensors."""
+        from outsize.formats._nf4_publish import publish
+
+        return publish(parts, shape, _QUANT_TYPE, group=self.group, dtype=dtype)
+
+    def published_config(self, dtype: str, plain: Collection[str]) -> dict[str, Any]:
+        """What config.json says of it."""
+        from outsize.formats._nf4_publish import config
+
+        is_double = self.scales == "double"
+        return config(_QUANT_TYPE, is_double=is_double, dtype=dtype, plain=plain)
 
     def decode(
         self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype

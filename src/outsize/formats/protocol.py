@@ -6,7 +6,7 @@ Format. Its module imports without torch: plan asks for sizes only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outsize.base.catalogue import Catalogue
@@ -70,6 +70,24 @@ class Turning(Protocol):
         self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
         """The matrix W R (N, K) in `dtype`."""
+
+
+class Publishing(Protocol):
+    """What a format adds whose matrices other programs read from a checkpoint."""
+
+    def published(self, shape: tuple[int, ...]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """The tensors of a matrix of this shape: what follows the weight's name, dtype code and shape of each, in order.
+
+        Raises: FormatError when the options are such that no other program could read it.
+        """
+
+    def publish(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: str
+    ) -> dict[str, Tensor]:
+        """These tensors on the host, by what follows the weight's name. dtype: torch's name of what readers decode to."""
+
+    def published_config(self, dtype: str, plain: Collection[str]) -> dict[str, Any]:
+        """What config.json says under quantization_config. plain: paths of linears that are not packed."""
 
 
 class Format(Protocol):
