@@ -82,6 +82,19 @@ def test_other_factors_stay_where_they_are() -> None:
     assert widest_factor(graph) == TOKENS * WIDE
 
 
+def test_a_factor_that_also_lays_out_anew_stays() -> None:
+    """A part of a wider tensor has gaps; times one it has none, which a view of it needs."""
+
+    def run(x: Tensor) -> list[Tensor]:
+        return [(x[:, :4] * 1.0).view(-1)]
+
+    (x,) = drawn((6, 8))
+    graph = traced(run, x)
+    move_factors_(graph.graph)
+    graph.recompile()
+    assert torch.equal(graph(x)[0], run(x)[0])
+
+
 @pytest.mark.parametrize("scale", [1.0, 2.0, 0.3])
 def test_products_are_added_in_place_and_rounded_less(scale: float) -> None:
     given_ = arguments(torch.bfloat16)

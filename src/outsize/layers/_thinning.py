@@ -95,14 +95,14 @@ def _add_in_place(graph: Graph, node: Node, into: Node, product: Node) -> None:
 
 
 def _is_factor(node: Node) -> bool:
-    """Whether it multiplies a tensor by a power of two, keeping its type."""
+    """Whether it multiplies a tensor by a power of two, keeping its type and layout (what reads it may count on that)."""
     if node.target not in (_aten.mul.Tensor, _aten.mul.Scalar) or len(node.args) != 2:
         return False
     x, factor = node.args
     if not isinstance(x, Node) or isinstance(factor, bool) or not isinstance(factor, int | float):
         return False
     is_power = factor > 0 and math.frexp(factor)[0] == 0.5  # so for powers of two
-    return is_power and _type(x) == _type(node) and _type(x) is not None
+    return is_power and _layout(x) is not None and _layout(x) == _layout(node)
 
 
 def _scale_first_operand(graph: Graph, product: Node, factor: float) -> None:
@@ -165,6 +165,13 @@ def _is_result(node: Any) -> bool:
 def _shape(node: Any) -> tuple[int, ...] | None:
     value = node.meta.get("val") if isinstance(node, Node) else None
     return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _layout(node: Node) -> tuple[Any, ...] | None:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None
+    return value.dtype, value.shape, value.stride()
 
 
 def _size(node: Node) -> int:
