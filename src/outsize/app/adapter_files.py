@@ -22,6 +22,7 @@ from outsize.dialects.protocol import (
     LoraPair,
     TensorFile,
     dialect_of,
+    plain_pairs,
 )
 from outsize.export.combine import combined
 from outsize.export.export import read_adapter_files
@@ -153,6 +154,7 @@ def _fitted(
     layouts, table = family.layouts(variant), family.table(variant)
     plugin = cast("Dialect", DIALECTS.load(dialect))
     adapter = plugin.read(files, layouts)
+    plain_pairs(adapter, "only low-rank pairs are added to a base, merged, or lowered in rank")
     names = _names(adapter.pairs, layouts, table)
     pairs = {ours: adapter.pairs[theirs] for ours, theirs in names.items()}
     faults = list(_faults(pairs, table))

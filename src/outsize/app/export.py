@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outsize.app.parts import BASE, parts_of
 from outsize.app.tasks.protocol import task_of
-from outsize.app.trained import trained_checkpoint
+from outsize.app.trained import trained_checkpoint, weights_of
 from outsize.base.layout import Layout
-from outsize.dialects.protocol import DIALECTS, AdapterWeights, LoraPair
+from outsize.dialects._factors import scaled
+from outsize.dialects.protocol import DIALECTS, AdapterWeights, LoraPair, plain_pairs
 from outsize.export.export import Exported, export_adapter
+from outsize.plan.names import base_family
 from outsize.recipes.recipe import Recipe
 from outsize.runs.checkpoint import read_checkpoint
 from outsize.runs.folder import RunFolder
 from outsize.weights.locate import parse_hub_id
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +41,20 @@ class TrainedAdapter:
     metadata: dict[str, str]
 
 
-def trained_adapter(recipe: Recipe, run: RunFolder) -> TrainedAdapter:
-    """The adapter of a run's newest checkpoint.
+def trained_adapter(
+    recipe: Recipe, run: RunFolder, *, takes_lengths: bool = False
+) -> TrainedAdapter:
+    """The adapter of a run's newest checkpoint, of averaged weights where the recipe wants these used.
 
-    Raises: RecipeError when the run has no checkpoint, or one of another adapter than the recipe's.
+    takes_lengths: the caller knows what to do with lengths of rows (DoRA).
+    Raises: RecipeError when the run has no checkpoint, or one of another adapter than the recipe's; AdapterError for DoRA
+    where it cannot be taken.
     """
     checkpoint = read_checkpoint(trained_checkpoint(recipe, run))
-    tensors, identity = checkpoint.groups["adapter"], checkpoint.values["identity"]
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
-    pairs = {
-        module: LoraPair(tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"])
-        for module in modules
-    }
-    weights = AdapterWeights(pairs, recipe.adapter.rank, recipe.adapter.effective_alpha)
+    weights = adapter_weights(weights_of(checkpoint, recipe), recipe)
+    if not takes_lengths:
+        plain_pairs(weights, "such adapters are only sampled and exported as they are")
+    identity = checkpoint.values["identity"]
     metadata = {
         "base": f"{recipe.base.family}.{recipe.base.variant}",
         "base_key": identity["base"],
@@ -64,7 +73,7 @@ def export_run(recipe: Recipe, run: RunFolder, dialect: str, target: Path) -> Gi
 
     Raises: as `trained_adapter`; AdapterError as `export_adapter` says.
     """
-    return give(recipe, trained_adapter(recipe, run), dialect, target)
+    return give(recipe, trained_adapter(recipe, run, takes_lengths=True), dialect, target)
 
 
 def give(recipe: Recipe, trained: TrainedAdapter, dialect: str, target: Path) -> Given:
@@ -74,7 +83,8 @@ def give(recipe: Recipe, trained: TrainedAdapter, dialect: str, target: Path) ->
     """
     naming, metadata = task_of(recipe).naming(recipe), dict(trained.metadata)
     pairs = {naming.path_of(module): pair for module, pair in trained.weights.pairs.items()}
-    adapter = AdapterWeights(pairs, trained.weights.rank, trained.weights.alpha)
+    lengths = {naming.path_of(module): one for module, one in trained.weights.lengths.items()}
+    adapter = AdapterWeights(pairs, trained.weights.rank, trained.weights.alpha, lengths)
     if naming.peft_task is not None:
         metadata["task"] = naming.peft_task
     base = parts_of(recipe)[BASE]
@@ -82,6 +92,32 @@ def give(recipe: Recipe, trained: TrainedAdapter, dialect: str, target: Path) ->
     layouts = base.family.layouts(base.variant) if naming.layout is None else (Layout("client"),)
     made = export_adapter(adapter, dialect, layouts, target, metadata)
     return Given(made, naming.named_for)
+
+
+def adapter_weights(tensors: Mapping[str, Tensor], recipe: Recipe) -> AdapterWeights:
+    """The adapter of trained tensors, with one scale for all modules.
+
+    rsLoRA's root of the rank goes into alpha, which every client reads; a module whose own rule gives another scale has
+    the quotient in its B, rounded once.
+    """
+    choice, base = recipe.adapter, recipe.base
+    kept = choice.adapted(base_family(base.family).table(base.variant))
+    scale = choice.scale_of(choice.rank, choice.effective_alpha)
+    pairs = {
+        module: scaled(
+            LoraPair(tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"]),
+            _quotient(choice.scale_of(*ranked), scale),
+        )
+        for module, ranked in kept.items()
+    }
+    lengths = (
+        {module: tensors[f"{module}.magnitude"] for module in kept} if choice.kind == "dora" else {}
+    )
+    return AdapterWeights(pairs, choice.rank, scale * choice.rank, lengths)
+
+
+def _quotient(own: float, common: float) -> float:
+    return 1.0 if math.isclose(own, common, rel_tol=1e-12) else own / common
 
 
 def place_of(recipe: Recipe, run: RunFolder, dialect: str) -> Path:

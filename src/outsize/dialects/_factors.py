@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outsize.base.errors import AdapterError
@@ -20,9 +20,17 @@ from outsize.dialects.protocol import AdapterFile, AdapterWeights, LoraPair, Ten
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FACTOR = {"lora_A": "A", "lora_B": "B", "lora_down": "A", "lora_up": "B"}
+_FACTOR = {
+    "lora_A": "A",
+    "lora_B": "B",
+    "lora_down": "A",
+    "lora_up": "B",
+    "alpha": "alpha",
+    "lora_magnitude_vector": "lengths",
+}
 _KEY = re.compile(
-    r"(?P<module>.+)\.(?:(?P<factor>lora_A|lora_B|lora_down|lora_up)\.weight|(?P<alpha>alpha))"
+    r"(?P<module>.+)\.(?:(?P<factor>lora_A|lora_B|lora_down|lora_up)\.weight"
+    r"|(?P<other>alpha|lora_magnitude_vector))"
 )
 RANK_KEY, ALPHA_KEY = "outsize.rank", "outsize.alpha"  # of the metadata that export writes
 _SAME_SCALE = 1e-6  # relative: a scalar alpha is rounded to fp32 by whoever writes it
@@ -31,10 +39,11 @@ ADAPTER_FILE = "adapter.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Pairs by module, each with what its product is multiplied with."""
+    """Pairs by module, each with what its product is multiplied with; with DoRA the lengths of rows (N)."""
 
     pairs: Mapping[str, LoraPair]
     scales: Mapping[str, float]
+    lengths: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def write_factors(
@@ -47,6 +56,14 @@ def write_factors(
         tensors[f"{prefix}{module}.{a_name}.weight"] = pair.A.contiguous()
         tensors[f"{prefix}{module}.{b_name}.weight"] = pair.B.contiguous()
     return tensors
+
+
+def write_lengths(adapter: AdapterWeights, prefix: str) -> dict[str, Tensor]:
+    """DoRA's lengths of rows as PEFT and diffusers name them."""
+    return {
+        f"{prefix}{module}.lora_magnitude_vector": one.contiguous()
+        for module, one in sorted(adapter.lengths.items())
+    }
 
 
 def write_scaled(
@@ -74,7 +91,7 @@ def read_factors(tensors: Mapping[str, Tensor], prefix: str) -> Scaled:
         if match is None:
             faults.append(f"{key}: not a key of this kind of file")
             continue
-        role = _FACTOR[match["factor"]] if match["factor"] else "alpha"
+        role = _FACTOR[match["factor"] or match["other"]]
         parts = found.setdefault(match["module"], {})
         if role in parts:
             faults.append(f"{key}: factor {role} is there twice")
@@ -92,7 +109,8 @@ def read_factors(tensors: Mapping[str, Tensor], prefix: str) -> Scaled:
         except AdapterError as error:
             faults.append(f"{module}: {error}")
     refuse_all(faults)
-    return Scaled(pairs, scales)
+    lengths = {module: one["lengths"] for module, one in found.items() if "lengths" in one}
+    return Scaled(pairs, scales, lengths)
 
 
 def _own_scale(pair: LoraPair, alpha: Tensor | None) -> float:
@@ -140,8 +158,9 @@ def adapter_of(found: Scaled, metadata: Mapping[str, str]) -> AdapterWeights:
     scale = next(iter(found.scales.values()))
     if any(not math.isclose(one, scale, rel_tol=_SAME_SCALE) for one in found.scales.values()):
         baked = {module: scaled(pair, found.scales[module]) for module, pair in pairs.items()}
-        return AdapterWeights(baked, rank, float(rank))
-    return AdapterWeights(pairs, rank, _unrounded(scale * rank, metadata.get(ALPHA_KEY, "")))
+        return AdapterWeights(baked, rank, float(rank), found.lengths)
+    alpha = _unrounded(scale * rank, metadata.get(ALPHA_KEY, ""))
+    return AdapterWeights(pairs, rank, alpha, found.lengths)
 
 
 def _unrounded(alpha: float, stated: str) -> float:

@@ -80,7 +80,11 @@ def split(theirs: Mapping[str, LoraPair], layout: Layout) -> dict[str, LoraPair]
 
 
 def split_scaled(found: Scaled, layout: Layout) -> Scaled:
-    """As `split`, for pairs with scales: a part has the scale of the whole."""
+    """As `split`, for pairs with scales: a part has the scale of the whole.
+
+    Raises: as `split`; AdapterError for lengths of rows (DoRA), which no client has under such names.
+    """
+    refuse_all([f"{module}.lora_magnitude_vector: unknown here" for module in found.lengths])
     pairs = split(found.pairs, layout)
     whole = {module: layout.rule_of(module + _WEIGHT)[1].removesuffix(_WEIGHT) for module in pairs}
     return Scaled(pairs, {module: found.scales[theirs] for module, theirs in whole.items()})

@@ -22,10 +22,12 @@ from outsize.dialects._factors import (
     write_scaled,
 )
 from outsize.dialects._fuse import fuse, split_scaled
-from outsize.dialects.protocol import AdapterFile, AdapterWeights
+from outsize.dialects.protocol import AdapterFile, AdapterWeights, plain_pairs
 
 _PREFIX = "diffusion_model."
 _NAMES = ("lora_A", "lora_B")
+# its dora_scale divides by the length of other vectors than PEFT's: comfy/weight_adapter/base.py
+_NO_LENGTHS = "ComfyUI measures lengths in another way; export to peft or diffusers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class ComfyuiDialect:
         self, adapter: AdapterWeights, layouts: Sequence[Layout], metadata: Mapping[str, str]
     ) -> dict[str, AdapterFile]:
         """Give one file; see the protocol."""
-        fused = fuse(adapter.pairs, original_layout(layouts))
+        fused = fuse(plain_pairs(adapter, _NO_LENGTHS), original_layout(layouts))
         return tensor_file(write_scaled(fused, adapter.scale, _PREFIX, _NAMES), metadata)
 
     def read(self, files: Mapping[str, AdapterFile], layouts: Sequence[Layout]) -> AdapterWeights:

@@ -17,6 +17,7 @@ from outsize.dialects._factors import (
     read_factors,
     with_baked_scale,
     write_factors,
+    write_lengths,
 )
 from outsize.dialects.protocol import AdapterFile, AdapterWeights, TensorFile
 
@@ -37,6 +38,7 @@ class DiffusersDialect:
     ) -> dict[str, AdapterFile]:
         """Give one file; see the protocol."""
         tensors = write_factors(with_baked_scale(adapter), _PREFIX)
+        tensors |= write_lengths(adapter, _PREFIX)
         return {"pytorch_lora_weights.safetensors": TensorFile(tensors, dict(metadata))}
 
     def read(

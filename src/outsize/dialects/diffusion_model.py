@@ -23,9 +23,10 @@ from outsize.dialects._factors import (
     write_factors,
 )
 from outsize.dialects._fuse import fuse, split_scaled
-from outsize.dialects.protocol import AdapterFile, AdapterWeights
+from outsize.dialects.protocol import AdapterFile, AdapterWeights, plain_pairs
 
 _PREFIX = "diffusion_model."
+_NO_LENGTHS = "ComfyUI measures lengths in another way; export to peft or diffusers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class DiffusionModelDialect:
     ) -> dict[str, AdapterFile]:
         """Give one file; see the protocol."""
         layout = original_layout(layouts)
+        plain_pairs(adapter, _NO_LENGTHS)
         fused = fuse(with_baked_scale(adapter), layout)
         return tensor_file(write_factors(fused, _PREFIX, layout.lora_names), metadata)
 

@@ -25,11 +25,12 @@ from outsize.dialects._factors import (
     write_scaled,
 )
 from outsize.dialects._fuse import fuse, split_scaled
-from outsize.dialects.protocol import AdapterFile, AdapterWeights
+from outsize.dialects.protocol import AdapterFile, AdapterWeights, as_text, plain_pairs
 
 _PREFIX = "lora_unet_"
 _NAMES = ("lora_down", "lora_up")
 _WEIGHT = ".weight"
+_NO_LENGTHS = "kohya's tools know none; export to peft or diffusers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,10 @@ class KohyaDialect:
     ) -> dict[str, AdapterFile]:
         """Give one file; see the protocol."""
         layout = original_layout(layouts)
-        fused = fuse(adapter.pairs, layout)
+        fused = fuse(plain_pairs(adapter, _NO_LENGTHS), layout)
         flat = {module.replace(".", "_"): pair for module, pair in fused.items()}
         assert len(flat) == len(fused), "no two modules differ in dots alone"
-        facts = {"ss_network_dim": str(adapter.rank), "ss_network_alpha": f"{adapter.alpha:g}"}
+        facts = {"ss_network_dim": str(adapter.rank), "ss_network_alpha": as_text(adapter.alpha)}
         if layout.lora_module:
             facts["ss_network_module"] = layout.lora_module
         tensors = write_scaled(flat, adapter.scale, _PREFIX, _NAMES)

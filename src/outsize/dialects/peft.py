@@ -1,6 +1,7 @@
 """A PEFT folder: `adapter_model.safetensors` under `base_model.model.<our module>` and `adapter_config.json`.
 
-alpha stays a number of the configuration, so both factors are written as they were trained. The modules are named by
+alpha stays a number of the configuration, so both factors are written as they were trained; rsLoRA's root of the rank is in
+it, since not every program that reads such folders asks for `use_rslora`. The modules are named by
 one regular expression that PEFT matches in full: entries of a list would match every module whose path ends like them,
 so that an adapter on `proj_out` would also wrap `blocks.0.proj_out`.
 """
@@ -15,7 +16,13 @@ from typing import Any
 
 from outsize.base.errors import AdapterError
 from outsize.base.layout import Layout
-from outsize.dialects._factors import num_claimed, read_factors, scaled, write_factors
+from outsize.dialects._factors import (
+    num_claimed,
+    read_factors,
+    scaled,
+    write_factors,
+    write_lengths,
+)
 from outsize.dialects.protocol import AdapterFile, AdapterWeights, JsonFile, LoraPair, TensorFile
 
 _PREFIX = "base_model.model."
@@ -36,8 +43,9 @@ class PeftDialect:
         metadata: Mapping[str, str],
     ) -> dict[str, AdapterFile]:
         """Give the two files; see the protocol."""
+        tensors = write_factors(adapter.pairs, _PREFIX) | write_lengths(adapter, _PREFIX)
         return {
-            _TENSORS: TensorFile(write_factors(adapter.pairs, _PREFIX), dict(metadata)),
+            _TENSORS: TensorFile(tensors, dict(metadata)),
             _CONFIG: JsonFile(_config(adapter, metadata)),
         }
 
@@ -54,6 +62,11 @@ class PeftDialect:
             )
         rank, alpha = _plain_lora(config.value)
         found = read_factors(tensors.tensors, _PREFIX)
+        if bool(config.value.get("use_dora")) != bool(found.lengths):
+            raise AdapterError(
+                f"{_CONFIG} says use_dora: {config.value.get('use_dora', False)}, but {_TENSORS} has lengths of rows for "
+                f"{len(found.lengths)} of {len(found.pairs)} modules"
+            )
         pairs = {name: scaled(pair, found.scales[name]) for name, pair in found.pairs.items()}
         return AdapterWeights(
             {
@@ -62,6 +75,7 @@ class PeftDialect:
             },
             rank,
             alpha,
+            found.lengths,
         )
 
     def claims(self, keys: Sequence[str]) -> int:
@@ -86,7 +100,7 @@ def _config(adapter: AdapterWeights, metadata: Mapping[str, str]) -> dict[str, A
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": bool(adapter.lengths),
         "target_modules": "|".join(re.escape(module) for module in sorted(adapter.pairs)),
         "rank_pattern": odd,
         "alpha_pattern": {module: adapter.scale * rank for module, rank in odd.items()},
@@ -98,9 +112,7 @@ def _plain_lora(config: Any) -> tuple[int, float]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise AdapterError(f"{_CONFIG} does not describe a LoRA adapter")
     unheld = [
-        key
-        for key in ("use_dora", "lora_bias", "modules_to_save", "target_parameters")
-        if config.get(key)
+        key for key in ("lora_bias", "modules_to_save", "target_parameters") if config.get(key)
     ]
     if unheld:
         raise AdapterError(

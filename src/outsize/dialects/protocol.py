@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outsize.base.catalogue import Catalogue
@@ -53,12 +53,15 @@ class AdapterWeights:
     """A low-rank adapter by module path.
 
     rank, alpha: as the recipe states them; their quotient is the scale of every pair, whatever a pair's own rank is.
-    Raises: AdapterError when there is no pair, the rank is not positive, or alpha is zero or no number.
+    lengths: of DoRA: to what each row of W + scale * B @ A is brought, (N) for every module; empty: rows stay as they are.
+    Raises: AdapterError when there is no pair, the rank is not positive, alpha is zero or no number, or lengths are not
+    those of the modules.
     """
 
     pairs: Mapping[str, LoraPair]
     rank: int
     alpha: float
+    lengths: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.pairs:
@@ -69,6 +72,15 @@ class AdapterWeights:
             raise AdapterError(
                 f"the adapter's alpha is {self.alpha}; with it the adapter does nothing"
             )
+        odd = sorted(
+            module
+            for module in {*self.lengths, *(self.pairs if self.lengths else ())}
+            if module not in self.lengths
+            or module not in self.pairs
+            or self.lengths[module].shape != self.pairs[module].B.shape[:1]
+        )
+        if odd:
+            raise AdapterError(f"lengths of rows (DoRA) do not fit {', '.join(odd)}")
 
     @property
     def scale(self) -> float:
@@ -116,6 +128,23 @@ class Dialect(Protocol):
 
         Raises: AdapterError naming all keys that are unknown, missing or misshapen.
         """
+
+
+def plain_pairs(adapter: AdapterWeights, why: str) -> Mapping[str, LoraPair]:
+    """The pairs of an adapter that is nothing else. why: what cannot be done with lengths of rows.
+
+    Raises: AdapterError when the adapter is DoRA.
+    """
+    if adapter.lengths:
+        raise AdapterError(
+            f"this adapter also learned the lengths of {len(adapter.lengths)} modules' rows (adapter.kind: dora): {why}"
+        )
+    return adapter.pairs
+
+
+def as_text(alpha: float) -> str:
+    """Alpha as a header states it: to the last bit, whole numbers without a point."""
+    return repr(float(alpha)).removesuffix(".0")
 
 
 class Claiming(Protocol):

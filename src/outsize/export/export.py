@@ -26,6 +26,7 @@ from outsize.dialects.protocol import (
     JsonFile,
     LoraPair,
     TensorFile,
+    as_text,
 )
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def export_adapter(
     header = _header(adapter, dialect_name, metadata)
     _check_target(target, dialect)
     _refuse_not_finite(adapter.pairs, "the adapter")
+    _refuse_odd_lengths(adapter.lengths)
     silent = tuple(module for module, pair in adapter.pairs.items() if _is_silent(pair))
     if len(silent) == len(adapter.pairs):
         raise AdapterError(
@@ -127,7 +129,7 @@ def _header(
     facts = {key: metadata[key] for key in METADATA_KEYS if key in metadata} | {
         "dialect": dialect_name,
         "rank": str(adapter.rank),
-        "alpha": f"{adapter.alpha:g}",
+        "alpha": as_text(adapter.alpha),
         "version": __version__,
     }
     # "format": transformers and older clients want to know which framework's tensors these are.
@@ -152,6 +154,16 @@ def _refuse_not_finite(pairs: Mapping[str, LoraPair], whose: str) -> None:
     if bad:
         raise AdapterError(
             f"{len(bad)} of {len(pairs)} modules of {whose} hold inf or nan: {', '.join(bad)}"
+        )
+
+
+def _refuse_odd_lengths(lengths: Mapping[str, Tensor]) -> None:
+    bad = [
+        module for module, one in lengths.items() if not bool((one.isfinite() & (one != 0)).all())
+    ]
+    if bad:
+        raise AdapterError(
+            f"lengths of rows of {len(bad)} of {len(lengths)} modules are 0, inf or nan: {', '.join(bad)}"
         )
 
 
@@ -205,6 +217,14 @@ def _proven(
 ) -> float:
     """The largest difference of the deltas after reading back, which must be no more than rounding."""
     after = dialect.read(read_adapter_files(paths), layouts)
+    changed = [
+        name for name, one in adapter.lengths.items() if not _is_same(one, after.lengths.get(name))
+    ]
+    if changed or len(after.lengths) != len(adapter.lengths):
+        raise AdapterError(
+            f"the written adapter has other lengths of rows than the trained one, in {', '.join(changed) or 'more modules'}; "
+            "nothing was exported"
+        )
     _refuse_not_finite(after.pairs, "the written file (a scale overflowed its dtype?)")
     difference = max_delta_difference(adapter, after)
     allowed = max(_rounding(pair, adapter.scale) for pair in adapter.pairs.values())
@@ -214,6 +234,10 @@ def _proven(
             f"{allowed:.3g}; nothing was exported"
         )
     return difference
+
+
+def _is_same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and bool((one == other).all())
 
 
 def _rounding(pair: LoraPair, scale: float) -> float:
