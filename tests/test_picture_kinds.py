@@ -212,7 +212,9 @@ def test_heic_without_its_library_names_it_and_is_never_left_out(
     with pytest.raises(LibraryMissing, match=r"HEIC, which needs a library: `pip install pi-heif`"):
         media.inspect(HEIC)
     (tmp_path / "a.heic").write_bytes(HEIC)
-    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.png").write_bytes(saved(coloured((1, 2, 3)), "PNG"))
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("x")
     with pytest.raises(SourceError, match=r"a\.heic: a picture in HEIC"):
         scan([PictureSet(folder=tmp_path)], leaves_out_broken=True)
 

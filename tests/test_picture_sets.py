@@ -281,3 +281,10 @@ def test_the_digest_follows_repeats_flips_weights_and_masks(tmp_path: Path) -> N
     ]  # fmt: skip
     assert len({scanned(folder, **one).digest() for one in options}) == len(options)
     assert scanned(folder, mask_floor=0.1).digest() == scanned(folder).digest(), "there is no mask"
+    rows = [{"file_name": f"0{number}.png", "caption": "x"} for number in range(2)]
+    extras: list[dict[str, Any]] = [{}, {"weight": 2}, {"repeats": 2}, {"caption": "y"}]
+    manifests = [
+        write_rows(tmp_path / f"{number}.jsonl", [rows[0] | extra, rows[1]])
+        for number, extra in enumerate(extras)
+    ]
+    assert len({scanned(folder, manifest=one).digest() for one in manifests}) == len(extras)
