@@ -343,9 +343,9 @@ def test_what_is_sampled_is_what_diffusers_pipeline_samples(
         shots = [render.Shot(*one) for one in zip(PROMPTS, SEEDS, strict=True)]
         conditions = render._conditions(site, PROMPTS, settings)
         with adapted(site) as (model, adapter, _), adapter.disabled():
-            latents = render._latents(site, model, shots, conditions, settings)
+            latents = render.sample_latents(site, model, shots, conditions, settings)
         ours = _tokens_of(torch.stack(latents), family)
-        pictures = render._decode(site, latents)
+        pictures = list(render.decode_latents(site, latents))
         noise = noise_of(SEEDS, tuple(latents[0].shape))
         theirs = _by_diffusers(site, family, variant, conditions, noise)
     assert settings.is_true_cfg == (variant == "tiny-klein")

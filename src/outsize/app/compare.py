@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outsize.app.encode import scan_pictures
+from outsize.app.encode import captions_of, scan_pictures
 from outsize.app.render import Pair, RenderSettings, Shot, render_pairs, settings_of
 from outsize.app.site import Site
 from outsize.app.tasks.protocol import numbered
@@ -38,7 +38,7 @@ def compare(site: Site, run: RunFolder) -> Comparison:
     """
     trained_checkpoint(site.recipe, run)
     choice, settings = site.recipe.compare, settings_of(site)
-    prompts = list(choice.prompts) or _captions(site)
+    prompts = list(choice.prompts) or captions_of(scan_pictures(site))[:MAX_DEFAULT_PROMPTS]
     subject = [Shot(prompt, seed) for prompt in prompts for seed in choice.seeds]
     control = [Shot(prompt, seed) for prompt in choice.controls for seed in choice.seeds]
     pairs = render_pairs(site, run, subject + control, settings)
@@ -63,17 +63,6 @@ def compare(site: Site, run: RunFolder) -> Comparison:
 
 def _rows(before: str, after: str, pairs: Sequence[Pair]) -> list[Row]:
     return [Row(before, [one.before for one in pairs]), Row(after, [one.after for one in pairs])]
-
-
-def _captions(site: Site) -> list[str]:
-    """Captions of the subject's pictures, the first of each text, when the recipe names no prompts."""
-    manifest = scan_pictures(site)
-    taken = [
-        picture.caption
-        for picture in manifest.pictures
-        if not manifest.sets[picture.set_index].is_regularisation
-    ]
-    return list(dict.fromkeys(taken))[:MAX_DEFAULT_PROMPTS]
 
 
 def _save(

@@ -83,6 +83,10 @@ def encode_texts(site: Site, encoders: Iterable[TextInputs], texts: Iterable[str
         )
 
 
+def _none(_manifest: Manifest) -> Iterable[str]:
+    return ()
+
+
 def scan_pictures(site: Site) -> Manifest:
     """The recipe's pictures, all read and hashed; what there is and what is odd about it goes to the journal."""
     manifest = scan_recipe(site.recipe)
@@ -103,8 +107,21 @@ def scan_pictures(site: Site) -> Manifest:
     return manifest
 
 
-def build_corpus(site: Site) -> Corpus:
-    """Scan, cache what is missing, and join all into the corpus. Text encoders first, then the codec."""
+def captions_of(manifest: Manifest) -> list[str]:
+    """Captions of the subject's pictures, the first of each text."""
+    taken = [
+        picture.caption
+        for picture in manifest.pictures
+        if not manifest.sets[picture.set_index].is_regularisation
+    ]
+    return list(dict.fromkeys(taken))
+
+
+def build_corpus(site: Site, more_texts: Callable[[Manifest], Iterable[str]] = _none) -> Corpus:
+    """Scan, cache what is missing, and join all into the corpus. Text encoders first, then the codec.
+
+    more_texts: what is to be embedded beside what is trained on, while the encoders are open.
+    """
     recipe = site.recipe
     manifest = scan_pictures(site)
     samples = samples_for(recipe, manifest)
@@ -113,7 +130,8 @@ def build_corpus(site: Site) -> Corpus:
         manifest, samples, _grid_of(part), site.cache
     )  # what can be wrong with them comes before what is slow
     encoders = text_inputs(site)
-    encode_texts(site, encoders, training_texts(manifest, recipe.pictures.caption_dropout))
+    texts = training_texts(manifest, recipe.pictures.caption_dropout)
+    encode_texts(site, encoders, (*texts, *more_texts(manifest)))
     inputs = codec_inputs(site)
     with site.stages.stage("cache latents"):
         report = cache_latents(

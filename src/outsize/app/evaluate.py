@@ -69,6 +69,9 @@ class TextWatch:
         if step:
             self._prove(step)
 
+    def finish(self) -> None:
+        """Nothing needs the base's room."""
+
     def table(self) -> Table | None:
         """Base and adapter."""
         adapter = self._last[1]

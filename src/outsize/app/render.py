@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from outsize.app.attached import adapted, load_adapter_
-from outsize.app.encode import codec_part, encode_texts, text_inputs
+from outsize.app.encode import TextInputs, codec_part, encode_texts, text_inputs
 from outsize.app.parts import BASE
 from outsize.app.site import Site
 from outsize.app.trained import trained_checkpoint
@@ -21,6 +21,7 @@ from outsize.base.files import write_json_atomically
 from outsize.data.encode import text_key
 from outsize.families.protocol import BaseFamily, ImageCodec
 from outsize.layers.model import FrozenModel
+from outsize.recipes.showing import CompareChoice
 from outsize.runs.folder import RunFolder
 from outsize.sample.flow import guided, integrate, noise_of
 
@@ -55,9 +56,10 @@ class RenderSettings:
     is_true_cfg: bool
 
 
-def settings_of(site: Site) -> RenderSettings:
-    """The recipe's choice, filled up with the family's published defaults."""
-    part, choice = site.parts[BASE], site.recipe.compare
+def settings_of(site: Site, choice: CompareChoice | None = None) -> RenderSettings:
+    """The recipe's choice (or another), filled up with the family's published defaults."""
+    part = site.parts[BASE]
+    choice = site.recipe.compare if choice is None else choice
     defaults = cast("BaseFamily", part.family).sampling_defaults(part.variant)
     multiple = cast("ImageCodec", codec_part(site).family).pixel_multiple(codec_part(site).variant)
     sides = [
@@ -81,11 +83,11 @@ def render_pairs(
     with adapted(site) as (model, adapter, _):
         load_adapter_(site.recipe, run, adapter)
         with site.stages.stage("sample base"), adapter.disabled():
-            before = _latents(site, model, shots, conditions, settings)
+            before = sample_latents(site, model, shots, conditions, settings)
         with site.stages.stage("sample adapter"):
-            after = _latents(site, model, shots, conditions, settings)
+            after = sample_latents(site, model, shots, conditions, settings)
     with site.stages.stage("decode pictures"):
-        pictures = _decode(site, [*before, *after])
+        pictures = list(decode_latents(site, [*before, *after]))
     split = len(shots)
     return [Pair(*one) for one in zip(shots, pictures[:split], pictures[split:], strict=True)]
 
@@ -112,9 +114,9 @@ def render(
             nullcontext() if with_adapter else adapter.disabled(),
             site.stages.stage("sample adapter" if with_adapter else "sample base"),
         ):
-            latents = _latents(site, model, shots, conditions, settings)
+            latents = sample_latents(site, model, shots, conditions, settings)
     with site.stages.stage("decode pictures"):
-        return _decode(site, latents)
+        return list(decode_latents(site, latents))
 
 
 def save_samples(
@@ -135,15 +137,29 @@ def save_samples(
     return paths
 
 
+def texts_of(prompts: Sequence[str], settings: RenderSettings) -> list[str]:
+    """What must be embedded: every prompt, and "" for true guidance."""
+    return [*prompts, ""] if settings.is_true_cfg else list(prompts)
+
+
 def _conditions(
     site: Site, prompts: Sequence[str], settings: RenderSettings
 ) -> dict[str, dict[str, Tensor]]:
-    """Embeddings of every prompt (and of "" for true guidance), through the cache."""
-    texts = [*prompts, ""] if settings.is_true_cfg else list(prompts)
+    """Embeddings of all that is asked for, through the cache."""
     encoders = text_inputs(site)
-    encode_texts(site, encoders, texts)
+    encode_texts(site, encoders, texts_of(prompts, settings))
+    return read_conditions(site, encoders, prompts, settings)
+
+
+def read_conditions(
+    site: Site,
+    encoders: Sequence[TextInputs],
+    prompts: Sequence[str],
+    settings: RenderSettings,
+) -> dict[str, dict[str, Tensor]]:
+    """Embeddings by text, from the cache, which must hold them."""
     found: dict[str, dict[str, Tensor]] = {}
-    for text in texts:
+    for text in texts_of(prompts, settings):
         merged: dict[str, Tensor] = {}
         for encoder in encoders:
             entry = site.cache.get(text_key(site.cache, text, encoder.inputs))
@@ -153,13 +169,16 @@ def _conditions(
     return found
 
 
-def _latents(
+def sample_latents(
     site: Site,
     model: FrozenModel,
     shots: Sequence[Shot],
     conditions: Mapping[str, Mapping[str, Tensor]],
     settings: RenderSettings,
+    *,
+    task: str = "sample",
 ) -> list[Tensor]:
+    """Clean latents of every shot, fp32, on the host. task: as progress calls it."""
     part, codec = site.parts[BASE], codec_part(site)
     family = cast("BaseFamily", part.family)
     shape = cast("ImageCodec", codec.family).latent_shape(
@@ -168,7 +187,7 @@ def _latents(
     sigmas = family.sigmas(part.variant, settings.num_steps, family.num_tokens(part.variant, shape))
     device, compute = site.device.torch_device, site.device.compute_dtype
     latents: list[Tensor] = []
-    site.progress.advance("sample", 0, len(shots), "pictures")
+    site.progress.advance(task, 0, len(shots), "pictures")
     for batch in _batches(shots, settings):
         noise = noise_of([shot.seed for shot in batch], shape).to(device)
         predict = _predict(
@@ -177,7 +196,7 @@ def _latents(
         )  # fmt: skip
         clean = integrate(predict, noise, sigmas, compute=compute)
         latents += list(clean.cpu())
-        site.progress.advance("sample", len(latents), len(shots), "pictures")
+        site.progress.advance(task, len(latents), len(shots), "pictures")
     return latents
 
 
@@ -218,18 +237,16 @@ def _batches(shots: Sequence[Shot], settings: RenderSettings) -> Iterator[Sequen
         yield shots[start : start + size]
 
 
-@torch.no_grad()
-def _decode(site: Site, latents: Sequence[Tensor]) -> list[Image.Image]:
+def decode_latents(site: Site, latents: Iterable[Tensor]) -> Generator[Image.Image, None, None]:
+    """Pictures of latents, one after the other, by the image codec, which is open until the last one is taken."""
     part = codec_part(site)
     codec = cast("ImageCodec", part.family)
-    pictures = []
     with site.opened(part.slot) as model:
         for latent in latents:
-            pixels = codec.decode(
-                part.variant, model.module, latent[None].to(site.device.torch_device)
-            )
-            pictures.append(to_picture(pixels[0]))
-    return pictures
+            placed = latent[None].to(site.device.torch_device)
+            with torch.no_grad():
+                pixels = codec.decode(part.variant, model.module, placed)
+            yield to_picture(pixels[0])
 
 
 def to_picture(pixels_CHW: Tensor) -> Image.Image:

@@ -76,6 +76,11 @@ class Site:
         """All models of the recipe by slot."""
         return self.stores.parts
 
+    @property
+    def run(self) -> RunFolder:
+        """Where all of this run lies."""
+        return RunFolder(self.journal.path.parent)
+
     @cached_property
     def stages(self) -> Stages:
         """Where time and memory went so far."""

@@ -122,6 +122,7 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
             step = pace.last.step if pace.last else resumed_at
             measured.end(step)
         _prove(site, adapter, update)
+    measured.finish()
     return Trained(
         outcome, step, resumed_at, pace.last, pace.step_s(), pace.boot_s, measured.table()
     )

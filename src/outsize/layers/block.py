@@ -47,6 +47,9 @@ class BlockRunner(Protocol):
         grads: of the block's outputs, None for one that nothing depends on.
         """
 
+    def write_out(self, *, is_wanted: bool) -> None:
+        """Run forward as the block is written, whatever it was made into, from now on; or as made again."""
+
     def close(self) -> None:
         """Give back memory that outlives a run."""
 
@@ -82,6 +85,9 @@ class EagerRunner:
         if pairs:
             torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
         return tuple(one.grad for one in inputs)
+
+    def write_out(self, *, is_wanted: bool) -> None:
+        """It always does."""
 
     def close(self) -> None:
         """It keeps none."""

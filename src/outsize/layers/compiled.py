@@ -112,9 +112,16 @@ class CompiledRunner:
     def __init__(self, module: nn.Module, compiler: BlockCompiler) -> None:
         self._module, self._inner, self._compiler = module, module.forward, compiler
         self._state: BlockState | None = None
+        self._is_written_out = False
+
+    def write_out(self, *, is_wanted: bool) -> None:
+        self._is_written_out = is_wanted
 
     def forward(self, skeleton: Any, tensors: tuple[Tensor, ...]) -> Any:
         assert not torch.is_grad_enabled(), "a compiled block runs again in backward"
+        if self._is_written_out:
+            args, kwargs = unflatten(skeleton, tensors)
+            return self._inner(*args, **kwargs)
         state = self._taken()
         key = ("up", self._kind, outline(skeleton), _shapes(tensors))
         graph = self._compiler.graph(key, lambda: self._trace_up(state, skeleton, tensors))

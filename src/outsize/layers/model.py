@@ -6,7 +6,8 @@ matrices are the placement's. `loading.py` brings both from the store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -124,6 +125,17 @@ class FrozenModel:
         """Say that the blocks will now be run upwards, or upwards and down again."""
         self.keeper.begin()
         self.placement.begin(sweep)
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Within the block nothing new is compiled: blocks run operation by operation; without gradients only."""
+        for runner in self._runners:
+            runner.write_out(is_wanted=True)
+        try:
+            yield
+        finally:
+            for runner in self._runners:
+                runner.write_out(is_wanted=False)
 
     def acquire(self, block: int) -> None:
         """Bind a block's linears to its packet."""

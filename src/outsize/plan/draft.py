@@ -15,7 +15,7 @@ from outsize.base.units import format_bytes
 from outsize.devices._profile import MachineProfile
 from outsize.placement._spread import as_tiers, choose_tiers
 from outsize.placement._staging import staging_bytes
-from outsize.plan import conditions, estimate
+from outsize.plan import conditions, estimate, previews
 from outsize.plan.compute import Compute
 from outsize.plan.names import AUTO
 from outsize.plan.plan import Budget
@@ -32,7 +32,7 @@ SPARE_SHARE = 0.05
 SLOTS = (3, 2)
 # Windows and WSL refuse to pin more than about half of the RAM.
 PINNABLE_SHARE_ON_WINDOWS = 0.5
-_BASE_PHASES = ("train step", "train update", "sample")
+_BASE_PHASES = ("train step", "train update", "sample", estimate.PREVIEW, estimate.DECODE)
 # An encoder's activations are those of one caption: an eighth of the card is ample.
 _ENCODER_SHARE = 7 / 8
 
@@ -95,6 +95,17 @@ def budget_of(machine: MachineProfile) -> Budget:
 
 def decide(asked: PlacementChoice, work: Work, budget: Budget, compute: Compute) -> Decision:
     """The placement that suits the machine, fitting or not."""
+    found = _placement(asked, work, budget, compute)
+    outcome = found.outcome
+
+    def fits(phases: tuple[Phase, ...]) -> bool:
+        return Outcome(outcome.holding, phases).fits(budget.spared(SPARE_SHARE))
+
+    phases = previews.settled(outcome.phases, work, outcome.holding, compute, fits)
+    return replace(found, outcome=Outcome(outcome.holding, phases))
+
+
+def _placement(asked: PlacementChoice, work: Work, budget: Budget, compute: Compute) -> Decision:
     drafts = _Drafts(asked, work, budget, compute)
     everything = drafts.resident()
     if asked.kind == RESIDENT:
@@ -176,6 +187,7 @@ class _Drafts:
         phases += [
             estimate.training_step(work, holding, self.compute),
             estimate.training_update(work, holding),
+            *previews.drafted(work, holding, self.compute),
             estimate.sampling(work, holding),
         ]
         return Outcome(holding, (*phases, *work.demand.after(work)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from outsize.devices._rates import operand_bytes
 from outsize.plan.compute import Compute
@@ -32,6 +33,8 @@ from outsize.plan.work import Work
 BACKWARD_FACTOR = 1.75
 # Without a graph a value lives until it is used: about half of the traffic at a time.
 FORWARD_FACTOR = 0.5
+# Names of phases that only a recipe with previews has.
+PREVIEW, DECODE = "preview", "decode previews"
 # Device buffers for block inputs that wait in host memory, and inputs that are still on their way there.
 INPUT_SLOTS, INPUTS_IN_FLIGHT = 2, 2
 # Of the product of an adapted linear with learned lengths: kept for their gradient, and its own gradient.
@@ -112,6 +115,56 @@ def sampling(work: Work, holding: Holding) -> Phase:
     )
 
 
+def previewing(work: Work, holding: Holding, compute: Compute) -> Phase:
+    """Sampling in the middle of a training, whose adapter, optimiser and buffers stay where they are; never compiled."""
+    device, size = compute_pool(work), work.compute_bytes
+    traffic = max((block.traffic for block in work.base.blocks), default=0)
+    tokens = work.demand.preview_tokens
+    working = math.ceil(tokens * traffic * FORWARD_FACTOR)
+    eager = replace(compute, compiles=False, records=False)
+    return Phase(
+        PREVIEW,
+        (
+            *blocks(work.base, holding, device),
+            *rest(work.base, size, device, eager, vocabulary=_away(work, holding)),
+            Item("working set", device, working * size, f"one block run, {tokens} tokens"),
+            *_operands(work, device, eager, tokens),
+            *_beside(work, holding, device, compute),
+        ),
+        holding,
+    )
+
+
+def decoding_beside(work: Work, holding: Holding, compute: Compute) -> Phase:
+    """The image codec beside a base that goes on training."""
+    device, size = compute_pool(work), work.compute_bytes
+    return Phase(
+        DECODE,
+        (
+            *blocks(work.base, holding, device),
+            *outside(work.base, size, device, vocabulary=_away(work, holding)),
+            *work.demand.decoding(work),
+            *_beside(work, holding, device, compute),
+        ),
+        holding,
+    )
+
+
+def decoding_after(work: Work) -> Phase:
+    """The image codec alone, once the base is gone."""
+    return Phase(DECODE, (*work.demand.decoding(work), *context(work), *host(work, work.base)))
+
+
+def _beside(work: Work, holding: Holding, device: Pool, compute: Compute) -> Iterator[Item]:
+    """What a training keeps between two steps, the base left out."""
+    yield from _recorded(work, device, compute)
+    yield from _input_buffers(work, holding, device)
+    yield from _adapter(work, device)
+    yield from work.demand.previewing(work)
+    yield from context(work)
+    yield from host(work, work.base)
+
+
 def _away(work: Work, holding: Holding) -> int:
     """Numbers outside the blocks that stay in host memory."""
     return work.num_vocabulary_elements if holding.has_vocabulary_on_host else 0
@@ -151,8 +204,10 @@ def _working_set(work: Work, holding: Holding, device: Pool, working: int) -> It
     return Item("activations", device, kept * size, "of all blocks, kept for backward")
 
 
-def _operands(work: Work, device: Pool, compute: Compute | None) -> Iterator[Item]:
-    """Activations converted for a product in fewer bits than the compute type."""
+def _operands(
+    work: Work, device: Pool, compute: Compute | None, tokens: int | None = None
+) -> Iterator[Item]:
+    """Activations converted for a product in fewer bits than the compute type. tokens: None: those of training."""
     if compute is None or device != "device":
         return
     size = operand_bytes(compute.arithmetic)
@@ -161,7 +216,8 @@ def _operands(work: Work, device: Pool, compute: Compute | None) -> Iterator[Ite
     widest = max((block.widest_input for block in work.base.blocks), default=0)
     each = size + (0 if compute.compiles else _EAGER_CONVERSION)
     why = f"one product's rows in {compute.arithmetic}"
-    yield Item("operands", device, work.tokens * widest * each, why)
+    rows = work.tokens if tokens is None else tokens
+    yield Item("operands", device, rows * widest * each, why)
 
 
 def _recorded(work: Work, device: Pool, compute: Compute | None) -> Iterator[Item]:

@@ -1,4 +1,4 @@
-"""Names in a recipe that only the catalogues can judge: family, variant, formats, slots, optimizer, arithmetic, placement.
+"""Names in a recipe that only the catalogues can judge: of families, variants, slots, formats and other plug-ins.
 
 Recipes rank below the plug-ins, so they cannot know these names; plan can. Nothing here imports torch: catalogues list
 files, and families and formats import without it.
@@ -25,6 +25,7 @@ from outsize.recipes.yaml_tree import Fault, parse_tree
 # By name, since train is of plan's own rank; asked for names and for the size of their state, which need no torch.
 OPTIMIZERS = Catalogue("outsize.train.optimizers", "optimizer")
 TASKS = Catalogue("outsize.plan.tasks", "task")  # by the objective of the base's family
+TRACKERS = Catalogue("outsize.runs.trackers", "tracker")
 AUTO = "auto"  # the planner chooses
 
 
@@ -112,6 +113,8 @@ def _faults(recipe: Recipe) -> Iterator[Fault]:
     yield from _optimizer_faults(recipe)
     yield from _unknown("train.arithmetic", ARITHMETICS, recipe.train.arithmetic, AUTO)
     yield from _unknown("placement.kind", PLACEMENTS, recipe.placement.kind, AUTO)
+    for name in recipe.track:
+        yield from _unknown("track", TRACKERS, name)
 
 
 def _optimizer_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from outsize.base.units import format_bytes, format_seconds
 from outsize.devices._profile import MachineProfile
 from outsize.devices._rates import GUESS, Rates
+from outsize.plan import previews
 from outsize.plan.conditions import disk_items
 from outsize.plan.draft import RESIDENT, STREAM, Outcome
 from outsize.plan.work import Work
@@ -41,6 +42,7 @@ def notes(work: Work, outcome: Outcome, machine: MachineProfile, rates: Rates) -
             f"stores and caches take {format_bytes(disk)}, {format_bytes(machine.disk_free_bytes)} are "
             "free; what is prepared already counts as taken"
         )
+    yield from previews.notes(work, outcome.phases)
     yield from _adopted(work)
     yield from work.demand.notes(work)
 

@@ -13,6 +13,7 @@ from outsize.base.tiers import TIERS
 from outsize.devices._profile import MachineProfile
 from outsize.devices._rates import Rates
 from outsize.plan.compute import Compute
+from outsize.plan.estimate import DECODE
 from outsize.plan.pools import Holding, Item, Phase
 from outsize.plan.seconds import Part
 from outsize.plan.speed import StepTime
@@ -27,6 +28,12 @@ class Budget:
     device_bytes: int | None
     host_bytes: int
     pinned_bytes: int
+
+    def spared(self, share: float) -> Budget:
+        """The same with a share of everything left free."""
+        kept = 1 - share
+        device = None if self.device_bytes is None else int(self.device_bytes * kept)
+        return Budget(device, int(self.host_bytes * kept), int(self.pinned_bytes * kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,11 @@ class Plan:
         """From process start to the last step, stores and caches there, nothing compiled before."""
         later = (self.times.num_steps - 1) * self.step.seconds
         return self.times.boot_s + self.times.compile_s + later
+
+    @property
+    def decodes_previews(self) -> bool:
+        """Whether previews are decoded as they are made, beside the base; else their latents wait until it is gone."""
+        return any(phase.name == DECODE and phase.holding is not None for phase in self.phases)
 
     def holding_of(self, slot: str) -> Holding | None:
         """How the blocks of one model are to be held: slot "base" or that of a text encoder; None for codecs."""

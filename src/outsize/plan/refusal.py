@@ -36,6 +36,7 @@ _GROUPS = {
         "slots of block inputs",
         "waiting block inputs",
         "working set",
+        "working set of the codec",
         "operands",
         "activations",
         "batch",
@@ -152,9 +153,13 @@ def _levers(plan: Plan, recipe: Recipe) -> Iterator[list[Change]]:
     """Changes in the order of what they cost, each from the mildest to the strongest."""
     if plan.compute_fault is not None:
         yield [Change((("train.arithmetic", AUTO),))]
+    if recipe.previews.every is not None and recipe.previews.decode == "now":
+        yield [Change((("previews.decode", AUTO),))]
     yield from _placement_levers(recipe)
     if recipe.train.compile is True:
         yield [Change((("train.compile", None),))]
+    if recipe.previews.every is not None:
+        yield [Change((("previews.every", None),))]
     yield from _rounding_levers(recipe)
     for lever in _task(recipe).levers(recipe):
         yield [Change(edits) for edits in lever]

@@ -32,6 +32,8 @@ from outsize.plan.sizes import (
 from outsize.recipes.adapter import AdapterChoice
 from outsize.recipes.recipe import Recipe, rest_format
 
+PreviewDecode = Literal["auto", "now", "end"]
+
 
 @dataclass(frozen=True, slots=True)
 class Conditioner:
@@ -62,6 +64,14 @@ class Demand(Protocol):
     def sample_tokens(self) -> int:
         """Tokens that go through the blocks at once while sampling."""
 
+    @property
+    def preview_tokens(self) -> int:
+        """Tokens that go through the blocks at once for a preview while training; 0: none are made."""
+
+    @property
+    def preview_decode(self) -> PreviewDecode | None:
+        """When previews are decoded; None: there is nothing to decode."""
+
     def mixing_flops(self, work: Work) -> Sequence[float]:
         """Operations of mixing tokens (attention, its projections left out) in each block, forward, in one pass."""
 
@@ -73,6 +83,12 @@ class Demand(Protocol):
 
     def sampling(self, work: Work) -> Iterator[Item]:
         """What sampling holds beside the base."""
+
+    def previewing(self, work: Work) -> Iterator[Item]:
+        """What a preview holds beside the base and its training: the batch that comes next among it."""
+
+    def decoding(self, work: Work) -> Iterator[Item]:
+        """What decoding a preview takes, one picture at a time."""
 
     def before(self, work: Work, hold: Callable[[ModelSizes], Holding]) -> Iterator[Phase]:
         """Phases before training, after the stores are made. hold: how a conditioner's blocks are best held."""

@@ -22,7 +22,8 @@ from outsize.recipes.data import DataChoice
 from outsize.recipes.numbers import numbers_digest
 from outsize.recipes.pictures import PictureChoice
 from outsize.recipes.saving import CheckpointChoice, EvaluateChoice
-from outsize.recipes.section import AsTuple, Bytes, Count, FilePath, Section, Seed, Text
+from outsize.recipes.section import AsTuple, Bytes, FilePath, Section, Text
+from outsize.recipes.showing import CompareChoice, PreviewChoice
 from outsize.recipes.text import TextChoice
 from outsize.recipes.training import TrainChoice
 
@@ -154,43 +155,6 @@ class PlacementChoice(Section):
     )
 
 
-class CompareChoice(Section):
-    """What `outsize compare` and `outsize sample` make, with the adapter and without."""
-
-    prompts: Annotated[tuple[Text, ...], AsTuple] = Field(
-        default=(),
-        description="Prompts for what was learned; none: captions of the training set, or beginnings of held-out texts.",
-    )
-    controls: Annotated[tuple[Text, ...], AsTuple] = Field(
-        default=(), description="Prompts whose pictures or texts must not change."
-    )
-    seeds: Annotated[tuple[Seed, ...], AsTuple] = Field(
-        default=(0,), min_length=1, description="Seeds; every prompt is rendered with each."
-    )
-    steps: Count | None = Field(
-        default=None, description="Pictures: sampling steps; null: the family's own."
-    )
-    guidance: float | None = Field(
-        default=None, ge=0, description="Pictures: guidance; null: the family's own."
-    )
-    width: Count | None = Field(
-        default=None, description="Pictures: pixels; null: data.resolution."
-    )
-    height: Count | None = Field(
-        default=None, description="Pictures: pixels; null: data.resolution."
-    )
-    max_tokens: Count = Field(default=200, description="Text: tokens written at most.")
-    temperature: float = Field(
-        default=0.7, ge=0, description="Text: how freely tokens are drawn; 0: always the likeliest."
-    )
-    top_p: float = Field(
-        default=0.95,
-        gt=0,
-        le=1,
-        description="Text: tokens are drawn among the likeliest that together have this probability.",
-    )
-
-
 class Recipe(Section):
     """Everything a person asks for."""
 
@@ -215,6 +179,15 @@ class Recipe(Section):
     compare: CompareChoice = Field(
         default_factory=CompareChoice,
         description="What `outsize compare` and `outsize sample` make, with the adapter and without.",
+    )
+    previews: PreviewChoice = Field(
+        default_factory=PreviewChoice,
+        description="Pictures or texts made while training; they change no bit of it.",
+    )
+    track: Annotated[tuple[Text, ...], AsTuple] = Field(
+        default=(),
+        description="Programs that are told of every step as well (files in outsize/runs/trackers): tensorboard, trackio. The "
+        "run folder and its report need none.",
     )
     runs: FilePath = Field(default=Path("runs"), description="Folder of run folders.")
     cache: FilePath | None = Field(

@@ -1,7 +1,8 @@
 """The run folder: one folder holds all of a run, and a lock says who works in it.
 
-runs/NAME/: recipe.json, plan.json, state.json, journal.jsonl, checkpoints/STEP/, compare/, samples/, export/. Nothing of a run
-lives anywhere else; the files SAVE_NOW and STOP_NOW, put there by anybody, are requests to the process that trains.
+runs/NAME/: recipe.json, plan.json, state.json, journal.jsonl, checkpoints/STEP/, previews/STEP/, compare/, samples/,
+export/, report.html. Nothing of a run lives anywhere else; the files SAVE_NOW and STOP_NOW, put there by anybody, are
+requests to the process that trains.
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ class RunFolder:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def previews(self) -> Path:
+        """One folder for each step that was shown."""
+        return self.path / "previews"
+
+    @property
+    def report(self) -> Path:
+        """The page that shows the run."""
+        return self.path / "report.html"
 
     @property
     def save_now(self) -> Path:

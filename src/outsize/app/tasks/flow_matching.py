@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from outsize.app.tasks.protocol import (
     Ask,
@@ -103,8 +103,9 @@ class PictureTask:
     def corpus(self, site: Site) -> Corpus:
         """Pictures and captions, all encoded and cached."""
         from outsize.app.encode import build_corpus
+        from outsize.app.previews import texts_of_previews
 
-        return Pictures(build_corpus(site))
+        return Pictures(build_corpus(site, lambda manifest: texts_of_previews(site, manifest)))
 
     def losses(
         self, recipe: Recipe, device: Device, model: FrozenModel, batches: Batches
@@ -114,9 +115,15 @@ class PictureTask:
 
         return Losses(recipe, device, model, batches)
 
-    def watch(self, _site: Site, _model: FrozenModel, _adapter: Adapter, _corpus: Corpus) -> Watch:
-        """The loss of pictures that are held out says little; `outsize compare` shows more."""
-        return NoWatch()
+    def watch(self, site: Site, model: FrozenModel, adapter: Adapter, corpus: Corpus) -> Watch:
+        """Previews. The loss of pictures that are held out says little; `outsize compare` shows more."""
+        if site.recipe.previews.every is None:
+            return NoWatch()
+        from outsize.app.previews import PicturePreviews, Previews
+
+        manifest = cast("Pictures", corpus).corpus.manifest
+        pictures = PicturePreviews(site, model, adapter, manifest)
+        return Previews(site, pictures.make, pictures.finish)
 
     def compare(self, site: Site, run: RunFolder) -> Compared:
         """A labelled grid of base and adapter, with control prompts, and how far they are apart."""

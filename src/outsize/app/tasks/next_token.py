@@ -93,10 +93,18 @@ class TextTask:
         return TextLosses(recipe, device, model, cast("TextBatches", batches))
 
     def watch(self, site: Site, model: FrozenModel, adapter: Adapter, corpus: Corpus) -> Watch:
-        """Loss and perplexity of held-out texts."""
+        """Loss and perplexity of held-out texts, and previews."""
         from outsize.app.evaluate import TextWatch
 
-        return TextWatch(site, model, adapter, cast("Texts", corpus))
+        measured = TextWatch(site, model, adapter, cast("Texts", corpus))
+        if site.recipe.previews.every is None:
+            return measured
+        from outsize.app.previews import Previews
+        from outsize.app.tasks.protocol import Watches
+        from outsize.app.text_previews import TextPreviews
+
+        texts = TextPreviews(site, model, adapter)
+        return Watches((measured, Previews(site, texts.make, lambda: None)))
 
     def compare(self, site: Site, run: RunFolder) -> Compared:
         """The same prompts by base and adapter."""

@@ -46,7 +46,7 @@ class Corpus(Batches, Protocol):
 
 
 class Watch(Protocol):
-    """What a task measures beside training, on data that is never trained on."""
+    """What a task measures or shows beside training; it changes no bit of it."""
 
     def begin(self, step: int) -> None:
         """Training goes on after `step` updates."""
@@ -55,7 +55,10 @@ class Watch(Protocol):
         """An update was made."""
 
     def end(self, step: int) -> None:
-        """Training is over after `step` updates."""
+        """Training is over after `step` updates; the base is still there."""
+
+    def finish(self) -> None:
+        """The base is gone: now is the time for what had no room beside it."""
 
     def table(self) -> Table | None:
         """What was measured, base against adapter; None when there is nothing to measure by."""
@@ -226,9 +229,44 @@ class NoWatch:
     def end(self, step: int) -> None:
         """Nothing."""
 
+    def finish(self) -> None:
+        """Nothing."""
+
     def table(self) -> Table | None:
         """Nothing."""
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Watches:
+    """Several, one after the other."""
+
+    watches: tuple[Watch, ...]
+
+    def begin(self, step: int) -> None:
+        """Each."""
+        for one in self.watches:
+            one.begin(step)
+
+    def see(self, report: StepReport) -> None:
+        """Each."""
+        for one in self.watches:
+            one.see(report)
+
+    def end(self, step: int) -> None:
+        """Each."""
+        for one in self.watches:
+            one.end(step)
+
+    def finish(self) -> None:
+        """Each."""
+        for one in self.watches:
+            one.finish()
+
+    def table(self) -> Table | None:
+        """The first that there is."""
+        tables = (one.table() for one in self.watches)
+        return next((one for one in tables if one is not None), None)
 
 
 def task_of(recipe: Recipe) -> Task:

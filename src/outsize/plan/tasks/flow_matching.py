@@ -14,7 +14,7 @@ from outsize.plan.pools import Holding, Item, Phase, blocks, compute_pool, conte
 from outsize.plan.sizes import ModelSizes
 from outsize.plan.tasks._faults import unused, wrong_data
 from outsize.plan.tasks.protocol import Edits
-from outsize.plan.work import Conditioner, Work
+from outsize.plan.work import Conditioner, PreviewDecode, Work
 from outsize.recipes.pictures import PictureChoice
 from outsize.recipes.recipe import Recipe
 from outsize.recipes.section import Section
@@ -43,6 +43,7 @@ class PictureDemand:
     tokens, sample_tokens: text included. context: tokens of one picture and its text. others: the same at the smaller
     resolutions. cached_elements: numbers in all latents and masks that are kept, whatever their resolution, mirrored ones
     too. forms: in words, what is kept of a picture.
+    preview_pixels: of one preview, since they are decoded one by one.
     """
 
     tokens: int
@@ -57,6 +58,9 @@ class PictureDemand:
     cached_elements: int
     forms: str = ""
     others: tuple[PictureDemand, ...] = ()
+    preview_tokens: int = 0
+    preview_pixels: int = 0
+    preview_decode: PreviewDecode | None = None
 
     def mixing_flops(self, work: Work) -> Sequence[float]:
         """Every token sees all others of its picture and text."""
@@ -75,6 +79,18 @@ class PictureDemand:
     def sampling(self, _work: Work) -> Iterator[Item]:
         """Latents are nothing beside the blocks."""
         yield from ()
+
+    def previewing(self, work: Work) -> Iterator[Item]:
+        """The batch that waits."""
+        each = 4 * 3 * self.latent_elements + self.condition_elements * work.compute_bytes
+        why = "latents, noise and embeddings of the next step"
+        yield Item("batch", compute_pool(work), work.batch * each, why)
+
+    def decoding(self, work: Work) -> Iterator[Item]:
+        """The codec, and one picture in it."""
+        if self.preview_decode is not None:
+            codec = _codec_of(work.conditioners)
+            yield from _codec_items(work, codec, self.preview_pixels * DECODE_PLANES)
 
     def before(self, work: Work, hold: Callable[[ModelSizes], Holding]) -> Iterator[Phase]:
         """Captions and pictures are encoded, one encoder at a time."""
@@ -177,13 +193,20 @@ class PicturePlan:
         largest = recipe.pictures.largest
         wide, high = recipe.compare.width or largest, recipe.compare.height or largest
         latent = _latent_shape(conditioners, height=side, width=side)
-        sample_latent = _latent_shape(conditioners, height=high, width=wide)
         together = max(1, _PIXELS_TOGETHER // (wide * high))
+
+        def tokens_together(size: tuple[int, int]) -> int:
+            """Of the pictures of a size that are sampled together."""
+            shape = _latent_shape(conditioners, width=size[0], height=size[1])
+            count = max(1, _PIXELS_TOGETHER // (size[0] * size[1]))
+            return count * (family.num_tokens(variant, shape) + text_tokens)
+
+        shown = _preview_size(recipe)
         context = family.num_tokens(variant, latent) + text_tokens
         return PictureDemand(
             tokens=recipe.train.batch * context,
             context=context,
-            sample_tokens=together * (family.num_tokens(variant, sample_latent) + text_tokens),
+            sample_tokens=tokens_together((wide, high)),
             text_tokens=text_tokens,
             pixels=side * side,
             sample_pixels=together * wide * high,
@@ -192,6 +215,9 @@ class PicturePlan:
             num_pictures=None if num_samples is None else sum(num_samples),
             cached_elements=_cached_elements(recipe, conditioners, num_samples),
             forms=_forms(recipe),
+            preview_tokens=0 if shown is None else tokens_together(shown),
+            preview_pixels=0 if shown is None else shown[0] * shown[1],
+            preview_decode=None if shown is None else recipe.previews.decode,
         )
 
     def shape(self, recipe: Recipe) -> str:
@@ -212,24 +238,31 @@ class PicturePlan:
         ]
 
 
+def _preview_size(recipe: Recipe) -> tuple[int, int] | None:
+    """Width and height of previews; None: none are made."""
+    if recipe.previews.every is None:
+        return None
+    side, choice = recipe.pictures.largest, recipe.previews.over(recipe.compare)
+    return choice.width or side, choice.height or side
+
+
 def _codec_of(conditioners: tuple[Conditioner, ...]) -> Conditioner:
     return next(one for one in conditioners if one.kind == "image")
 
 
 def _codec(name: str, work: Work, part: Conditioner, planes: int) -> Phase:
+    """planes: as in _codec_items."""
+    items = _codec_items(work, part, planes)
+    return Phase(name, (*items, *context(work), *host(work, part.sizes)))
+
+
+def _codec_items(work: Work, part: Conditioner, planes: int) -> Iterator[Item]:
     """planes: numbers of all the widest tensors alive at once, for each of their channels."""
     device = compute_pool(work)
     activations = planes * part.sizes.first_channels * work.compute_bytes
     why = f"the widest tensors alive at once, {part.sizes.first_channels} channels"
-    return Phase(
-        name,
-        (
-            Item("codec", device, part.sizes.small_elements * work.compute_bytes, "all of it"),
-            Item("working set", device, activations, why),
-            *context(work),
-            *host(work, part.sizes),
-        ),
-    )
+    yield Item("codec", device, part.sizes.small_elements * work.compute_bytes, "all of it")
+    yield Item("working set of the codec", device, activations, why)
 
 
 def _latent_shape(

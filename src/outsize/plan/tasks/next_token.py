@@ -40,6 +40,11 @@ _OF_PICTURES = (
     "compare.guidance",
     "compare.width",
     "compare.height",
+    "previews.steps",
+    "previews.guidance",
+    "previews.width",
+    "previews.height",
+    "previews.decode",
 )
 
 
@@ -54,6 +59,7 @@ class TextDemand:
     kinds: tuple[LayerKind, ...]
     is_packed: bool
     new_tokens: int
+    has_previews: bool
 
     @property
     def tokens(self) -> int:
@@ -70,6 +76,15 @@ class TextDemand:
         """A prompt goes through at once; what is written after it, token by token."""
         return self.window
 
+    @property
+    def preview_tokens(self) -> int:
+        """As when sampling."""
+        return self.sample_tokens if self.has_previews else 0
+
+    @property
+    def preview_decode(self) -> None:
+        """Text is what comes out."""
+
     def mixing_flops(self, _work: Work) -> Sequence[float]:
         """Of attention or of linear attention, for each block."""
         return [self.batch * kind.flops(self.window) for kind in self.kinds]
@@ -81,8 +96,7 @@ class TextDemand:
     def training(self, work: Work, holding: Holding) -> Iterator[Item]:
         """The batch, masks, hidden states with their gradient, and a tile of logits."""
         device = compute_pool(work)
-        why = "ids, labels, positions and segments"
-        yield Item("batch", device, self.tokens * BATCH_BYTES_OF_TOKEN, why)
+        yield self._batch(work)
         hidden = HIDDEN_COPIES * self.tokens * self.width * work.compute_bytes
         yield Item("hidden states", device, hidden, "before the head, of trained tokens, gradients")
         # a head that is brought is brought once, for all tokens
@@ -101,6 +115,15 @@ class TextDemand:
         why = f"keys, values and states of {length} tokens"
         yield Item("keys and values", compute_pool(work), elements * work.compute_bytes, why)
 
+    def previewing(self, work: Work) -> Iterator[Item]:
+        """The same, beside the batch that waits."""
+        yield self._batch(work)
+        yield from self.sampling(work)
+
+    def decoding(self, _work: Work) -> Iterator[Item]:
+        """Nothing."""
+        yield from ()
+
     def before(self, _work: Work, _hold: Callable[[ModelSizes], Holding]) -> Iterator[Phase]:
         """Nothing is encoded."""
         yield from ()
@@ -116,6 +139,10 @@ class TextDemand:
     def notes(self, _work: Work) -> Iterator[str]:
         """Nothing."""
         yield from ()
+
+    def _batch(self, work: Work) -> Item:
+        num_bytes = self.tokens * BATCH_BYTES_OF_TOKEN
+        return Item("batch", compute_pool(work), num_bytes, "ids, labels, positions and segments")
 
     def _masks(self, work: Work) -> Iterator[Item]:
         """One for each reach of attention, where rows hold several documents or a window is shorter than a row."""
@@ -183,6 +210,7 @@ class TextPlan:
             kinds=family.layer_kinds(base.variant),
             is_packed=data.pack,
             new_tokens=recipe.compare.max_tokens,
+            has_previews=recipe.previews.every is not None,
         )
 
     def shape(self, recipe: Recipe) -> str:
