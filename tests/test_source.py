@@ -302,9 +302,16 @@ def test_a_pointwise_convolution_serves_as_a_linear(tmp_path: Path) -> None:
         (
             {
                 "x.weight": torch.zeros(8, 2).to(torch.float8_e4m3fn),
-                "x.weight_scale": torch.ones(1),
+                "x.weight_scale_inv": torch.ones(1, 1),
             },
-            "scaled by x.weight_scale",
+            "quantised as FP8 in blocks, which is not read",
+        ),
+        (
+            {
+                "x.weight": torch.zeros(8, 2).to(torch.float8_e4m3fn),
+                "x.weight_range": torch.ones(1),
+            },
+            "x.weight has x.weight_range beside it, and what that does to it is not known",
         ),
     ],
 )

@@ -47,7 +47,8 @@ def text_inputs(site: Site) -> list[TextInputs]:
     found = []
     for part in of_kind(site.parts, "text"):
         assert part.tokenizer is not None, "a text encoder has a tokenizer"
-        folder = locate_folder(part.source, part.tokenizer, offline=site.offline)
+        source = part.tokenizer_source or part.named_source
+        folder = locate_folder(source, part.tokenizer, offline=site.offline)
         files = {one.name: file_digest(one) for one in sorted(folder.iterdir()) if one.is_file()}
         inputs = _key_inputs(site, part) | {"tokenizer": json_digest(files)}
         found.append(TextInputs(part, folder, inputs))

@@ -33,7 +33,8 @@ Kind = Literal["base", "text", "image"]
 class Part:
     """One model of a recipe.
 
-    folder: its place in a diffusers repository. tokenizer: that of its tokenizer, for text encoders.
+    folder: its place in a diffusers repository. tokenizer: that of its tokenizer, for text encoders. tokenizer_source: where
+    that is looked for, if not beside the weights.
     """
 
     slot: str
@@ -46,6 +47,15 @@ class Part:
     folder: str
     tokenizer: str | None
     packing: Packing
+    tokenizer_source: str | None = None
+
+    @property
+    def named_source(self) -> str:
+        """The source with its revision, which stands behind the repository's name, as weights and tokenizers are asked for."""
+        if self.revision is None:
+            return self.source
+        owner, name, *file = self.source.split("/", 2)
+        return "/".join((owner, f"{name}@{self.revision}", *file))
 
 
 def parts_of(recipe: Recipe) -> dict[str, Part]:
@@ -92,6 +102,7 @@ def _component_part(recipe: Recipe, component: Component) -> Part:
         folder=component.slot,
         tokenizer=component.tokenizer,
         packing=_packing(family, component.variant, chosen, component.kind),
+        tokenizer_source=choice.tokenizer,
     )
 
 

@@ -18,6 +18,7 @@ from outsize.plan.planner import make_plan
 from outsize.plan.sizes import Found
 from outsize.recipes.recipe import Recipe
 from outsize.weights.quantised import holds_states
+from outsize.weights.scaled import holds_float8
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +70,7 @@ def plan_for(
 
 
 def quantised_sources(recipe: Recipe) -> dict[str, Found]:
-    """What the sources on this machine tell that hold matrices in 4 bits, by slot; of headers and states alone.
+    """What the sources on this machine tell that are in 4 or 8 bits, by slot; of headers and states alone.
 
     A source that is not here yet, or is no such one, is planned by its family's table.
     Raises: SourceError for one that the recipe's format cannot take.
@@ -82,7 +83,7 @@ def quantised_sources(recipe: Recipe) -> dict[str, Found]:
         except SourceError:
             continue  # preparing says what is wrong, or fetches what is missing
         with source:
-            if not holds_states(source.tensors):
+            if not (holds_states(source.tensors) or holds_float8(source.tensors)):
                 continue
             family, variant = part.family, part.variant
             mapped = source.locate(

@@ -52,8 +52,9 @@ class Stores:
         Raises: SourceError saying what is missing and how to get it.
         """
         part = self.parts[slot]
-        named = part.source if part.revision is None else f"{part.source}@{part.revision}"
-        return Source(locate_weights(named, sub_folder=part.folder, offline=self.offline))
+        return Source(
+            locate_weights(part.named_source, sub_folder=part.folder, offline=self.offline)
+        )
 
     def key(self, slot: str) -> str:
         """Digest of everything that shapes a part's store, which is made first when the source was never seen."""

@@ -64,6 +64,8 @@ class Wanted:
     def adopted(self) -> str:
         """What is taken from a quantised source as it is, and what is not; "" for a plain source."""
         quantised, formats = self.mapped.quantised, self.packing.formats
+        if self.mapped.scaled:
+            return f"{len(self.mapped.scaled)} matrices read from 8-bit floats by their scales"
         if not quantised:
             return ""
         taken = [name for name in quantised if formats[name] is self.packing.packed]

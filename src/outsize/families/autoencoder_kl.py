@@ -53,7 +53,9 @@ class AutoencoderKl:
         """Folders of diffusers and BFL's ae.safetensors."""
         stack = row_of("autoencoder_kl", VARIANTS, variant)
         rules = single_file_rules(self.table(variant).specs, len(stack.channels))
-        return Layout("diffusers"), Layout("bfl", rules, prefixes=("", "first_stage_model."))
+        # ComfyUI's whole checkpoints have it below "vae.", older ones below "first_stage_model."
+        prefixes = ("", "first_stage_model.", "vae.")
+        return Layout("diffusers"), Layout("bfl", rules, prefixes)
 
     def block_paths(self, variant: str) -> tuple[str, ...]:
         """None: it is small enough to be held."""

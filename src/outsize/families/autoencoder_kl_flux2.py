@@ -6,7 +6,7 @@ that is done in fp32, whatever the codec computes in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outsize.base.layout import Layout
@@ -76,10 +76,19 @@ class AutoencoderKlFlux2:
         )
 
     def layouts(self, variant: str) -> tuple[Layout, ...]:
-        """Folders of diffusers and BFL's ae.safetensors."""
+        """Folders of diffusers, BFL's ae.safetensors, and what ComfyUI saves: the same with both 1x1 convolutions outside."""
         stack = row_of("autoencoder_kl_flux2", VARIANTS, variant)
         rules = single_file_rules(self.table(variant).specs, len(stack.channels))
-        return Layout("diffusers"), Layout("bfl", rules)
+        outside = tuple(
+            replace(rule, theirs=rule.ours) if "quant_conv." in rule.ours else rule
+            for rule in rules
+        )
+        prefixes = ("", "vae.")
+        return (
+            Layout("diffusers"),
+            Layout("bfl", rules, prefixes),
+            Layout("bfl-outside", outside, prefixes),
+        )
 
     def block_paths(self, variant: str) -> tuple[str, ...]:
         """None: it is small enough to be held."""

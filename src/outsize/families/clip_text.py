@@ -93,9 +93,10 @@ class ClipText:
         )
 
     def layouts(self, variant: str) -> tuple[Layout, ...]:
-        """Published below `text_model.`, which transformers 5 leaves out."""
+        """Published below `text_model.`, which transformers 5 leaves out; whole checkpoints of ComfyUI have more above it."""
         row_of("clip_text", VARIANTS, variant)
-        return (Layout("transformers", prefixes=("text_model.", "")),)
+        prefixes = ("text_model.", "", "text_encoders.clip_l.transformer.text_model.")
+        return (Layout("transformers", prefixes=prefixes),)
 
     def block_paths(self, variant: str) -> tuple[str, ...]:
         """The layers."""

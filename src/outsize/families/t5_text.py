@@ -115,10 +115,11 @@ class T5Text:
         )
 
     def layouts(self, variant: str) -> tuple[Layout, ...]:
-        """Files hold the token table as `shared`, or under the encoder, or twice."""
+        """Files hold the token table as `shared`, or under the encoder, or twice; ComfyUI's whole checkpoints below a path."""
         names = {spec.name: spec.name for spec in self.table(variant)} | {_TOKENS: "shared.weight"}
         rules = tuple(Rule(ours, theirs) for ours, theirs in names.items())
-        return Layout("transformers", rules), Layout("encoder-only")
+        prefixes = ("", "text_encoders.t5xxl.transformer.")
+        return Layout("transformers", rules, prefixes), Layout("encoder-only", prefixes=prefixes)
 
     def block_paths(self, variant: str) -> tuple[str, ...]:
         """The layers."""

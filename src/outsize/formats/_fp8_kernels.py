@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outsize.formats._rows import row_spans
-from outsize.formats._slabs import SlabEncoder, refuse_non_finite
+from outsize.formats._slabs import Complete, EncodeChunk, SlabEncoder, refuse_non_finite
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SMALLEST = 2.0**-126  # of fp32's normal numbers: some devices take a smaller scale for 0
@@ -19,7 +19,7 @@ _HELD = 2**22  # numbers that are encoded at once where a matrix was held
 _SMALLEST_E4M3_SCALE = 1e-30  # stands for that of a column of zeros
 
 
-def make_encoder(shape: tuple[int, ...], values: str, *, is_by_row: bool) -> SlabEncoder:
+def make_encoder(shape: tuple[int, ...], values: str, *, is_by_row: bool) -> Encoder:
     """An encoder of a matrix (N, K) with a scale for each row, or one for all."""
     dtype = _DTYPES[values]
 
@@ -38,7 +38,38 @@ def make_encoder(shape: tuple[int, ...], values: str, *, is_by_row: bool) -> Sla
             flat = _encode_held(flat["codes"], flat["absmax"], dtype)
         return {"codes": flat["codes"].view(shape), "scales": flat["scales"]}
 
-    return SlabEncoder(shape, encode_chunk, complete)
+    return Encoder(shape, encode_chunk, complete, keeps=dtype if is_by_row else None)
+
+
+class Encoder(SlabEncoder):
+    """Takes rows, or rows that are in the type already, which are not rounded again.
+
+    keeps: that type; None where scales are for the whole matrix.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        encode_chunk: EncodeChunk,
+        complete: Complete,
+        *,
+        keeps: torch.dtype | None,
+    ) -> None:
+        super().__init__(shape, encode_chunk, complete)
+        self.keeps = keeps
+
+    def push_codes(self, codes_RK: Tensor, scales_R: Tensor) -> None:
+        """The next rows in the type that is kept, and their scales in fp32.
+
+        Raises: FormatError as `push`.
+        """
+        self._require_next(codes_RK)
+        for start, stop in row_spans((len(codes_RK), codes_RK.shape[1]), "cpu"):
+            largest_R = codes_RK[start:stop].float().abs().amax(dim=1) * scales_R[start:stop]
+            refuse_non_finite(largest_R, self._done, "is not finite")
+            self._keep(
+                stop - start, {"codes": codes_RK[start:stop], "scales": scales_R[start:stop]}
+            )
 
 
 def _scales(absmax: Tensor, dtype: torch.dtype) -> Tensor:

@@ -52,11 +52,7 @@ class SlabEncoder:
         Raises: FormatError for rows of another width, rows too many, or a row that cannot be held (named).
         """
         rows = rows_NK if self._shape else rows_NK.reshape(1)
-        if rows.shape[1:] != self._shape[1:] or self._done + len(rows) > self._num_rows:
-            raise FormatError(
-                f"rows of shape {tuple(rows_NK.shape)} do not continue a tensor of shape {self._shape} "
-                f"of which {self._done} rows are there"
-            )
+        self._require_next(rows)
         limit = _CPU_CHUNK if rows.device.type == "cpu" else _DEVICE_CHUNK
         step = max(1, limit // max(1, self._row_elements))
         for start in range(0, len(rows), step):
@@ -73,6 +69,14 @@ class SlabEncoder:
                 f"{self._done} of {self._num_rows} rows were given of a tensor {self._shape}"
             )
         return self._complete(self._buffers)
+
+    def _require_next(self, rows: Tensor) -> None:
+        """Raise FormatError unless such rows may come next."""
+        if rows.shape[1:] != self._shape[1:] or self._done + len(rows) > self._num_rows:
+            raise FormatError(
+                f"rows of shape {tuple(rows.shape)} do not continue a tensor of shape {self._shape} "
+                f"of which {self._done} rows are there"
+            )
 
     def _keep(self, num_rows: int, pieces: Mapping[str, Tensor]) -> None:
         for name, piece in pieces.items():

@@ -31,6 +31,16 @@ class Encoder(Protocol):
         """The parts, equal to what one push of the whole matrix would give."""
 
 
+class KeepingEncoder(Encoder, Protocol):
+    """What an encoder adds that takes rows in a type of few bits as they are, with a scale for each, rounding nothing again."""
+
+    keeps: torch.dtype | None
+    """That type; None: there is none."""
+
+    def push_codes(self, codes_RK: Tensor, scales_R: Tensor) -> None:
+        """The next rows, and their scales (R,) in fp32."""
+
+
 class Adopter(Protocol):
     """Takes one matrix that a checkpoint holds in few bits already, choosing no code again."""
 

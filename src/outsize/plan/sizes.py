@@ -26,7 +26,7 @@ _PUBLISHED = "BF16"  # checkpoints of models of this size are published in it
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the files of a source tell that holds matrices in 4 bits. source_bytes: that are read. adopted: the matrices."""
+    """What the files of a source in few bits tell. source_bytes: that are read. adopted: its matrices in 4 bits, if any."""
 
     source_bytes: int
     adopted: frozenset[str]
@@ -134,7 +134,7 @@ def sizes_of(
 ) -> ModelSizes:
     """Sizes of a table whose packed matrices are held in `fmt` and the rest in `plain`; found: as in `model_sizes`."""
     packing = whole = assign(table, fmt, plain)
-    if found is not None:
+    if found is not None and found.adopted:
         packing = whole.beside(found.adopted, "")
     grouped: dict[int | None, list[TensorSpec]] = {None: []}
     for spec in table:

@@ -203,9 +203,13 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
         return (folder / path.expanduser()).absolute()
 
     components = {
-        slot: choice
-        if choice.source is None
-        else choice.model_copy(update={"source": resolve_source(choice.source, folder)})
+        slot: choice.model_copy(
+            update={
+                name: resolve_source(named, folder)
+                for name in ("source", "tokenizer")
+                if (named := getattr(choice, name)) is not None
+            }
+        )
         for slot, choice in recipe.base.components.items()
     }
     base = {"source": resolve_source(recipe.base.source, folder), "components": components}

@@ -53,6 +53,8 @@ def _pruned(value: object, dumped: Any) -> Any:
     """What a field was dumped to, less unused additions inside it; short forms are left as they are."""
     if isinstance(value, Section) and dumped.keys() == type(value).model_fields.keys():
         return _without_unused_additions(value, dumped)
+    if isinstance(value, dict) and isinstance(dumped, dict) and value.keys() == dumped.keys():
+        return {key: _pruned(one, dumped[key]) for key, one in value.items()}
     if isinstance(value, tuple):
         return [_pruned(*pair) for pair in zip(value, dumped, strict=True)]
     return dumped

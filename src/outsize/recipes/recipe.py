@@ -22,7 +22,7 @@ from outsize.recipes.data import DataChoice
 from outsize.recipes.numbers import numbers_digest
 from outsize.recipes.pictures import PictureChoice
 from outsize.recipes.saving import CheckpointChoice, EvaluateChoice
-from outsize.recipes.section import AsTuple, Bytes, FilePath, Section, Text
+from outsize.recipes.section import Added, AsTuple, Bytes, FilePath, Section, Text
 from outsize.recipes.showing import CompareChoice, PreviewChoice
 from outsize.recipes.text import TextChoice
 from outsize.recipes.training import TrainChoice
@@ -70,6 +70,11 @@ class ComponentChoice(Section):
     revision: Text | None = Field(
         default=None,
         description="Branch, tag or commit when the source is a hub id; null: the newest.",
+    )
+    tokenizer: Annotated[Text | None, Added()] = Field(
+        default=None,
+        description="Text encoders: folder or hub id with the tokenizer, when the source is a single file that has none "
+        "beside it; null: beside the weights.",
     )
     format: FormatChoice | None = Field(
         default=None,

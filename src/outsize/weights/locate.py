@@ -25,6 +25,13 @@ _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w.-]+))?(?:/(?P<file>.+\.safetensors))?"
 )
 # What a tokenizer or scheduler folder holds; weights stay where they are.
+_TOKENIZERS = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tekken.json",
+    "spiece.model",
+    "vocab.json",
+)
 _FOLDER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
@@ -63,16 +70,23 @@ def locate_folder(
 ) -> Path:
     """The folder of a tokenizer, scheduler or configuration beside the weights, on this machine; "" is where they lie.
 
+    A local source may be that folder itself, when it holds a tokenizer and no sub-folder of that name.
     Raises: SourceError saying what is missing and how to get it.
     """
     path = Path(source).expanduser()
     if path.exists():
         base = path if path.is_dir() else path.parent
         folder = base / sub_folder
+        if (
+            path.is_dir()
+            and not folder.exists()
+            and any((base / one).is_file() for one in _TOKENIZERS)
+        ):
+            return base
         if not folder.is_dir() or not any(folder.iterdir()):
             raise SourceError(
                 f"{base} has no folder {sub_folder!r} with files in it; copy it there from the published "
-                "repository, or name another source for it in the recipe"
+                "repository, or name another source for it in the recipe (`tokenizer` of a component)"
             )
         return folder
     hub_id = parse_hub_id(source)

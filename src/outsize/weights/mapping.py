@@ -1,51 +1,29 @@
 """A family's tensors in a checkpoint's files: which layout names them, and where their rows lie.
 
-A layout fits when every name is there and every shape and dtype is right; a matrix may also lie there in 4 bits, with
-its state beside it (weights/quantised.py). When none fits, the error speaks of the nearest one (weights/mismatch.py).
+A layout fits when every name is there and every shape and dtype is right (weights/layout_search.py). When none fits, the
+error speaks of the nearest one (weights/mismatch.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outsize.base.errors import SourceError
-from outsize.base.layout import Layout, Rule
-from outsize.base.quantised import StoredForm
+from outsize.base.layout import Layout
+from outsize.base.parts import DTYPE_BYTES
 from outsize.base.table import ShapeTable, TensorSpec
 from outsize.weights.dtypes import torch_dtype
 from outsize.weights.foreign import foreign_fault
-from outsize.weights.header import Header, TensorInfo
-from outsize.weights.mismatch import Mismatch
+from outsize.weights.header import TensorInfo
+from outsize.weights.layout_search import Adopts, Attempt, RowReader, Search
 from outsize.weights.quantised import Quantised, States, StoredPart
+from outsize.weights.scaled import FLOAT8, SCALE, Scaled, Scales
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-_BARE_FLOAT8 = {"F8_E4M3", "F8_E5M2"}  # a plain cast, if nothing beside it scales it
-_SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "scale_weight")
-
-# Why a matrix of that form and shape cannot be taken as it is; None when it can.
-Adopts = Callable[[StoredForm, tuple[int, ...]], str | None]
-
-
-class RowReader(Protocol):
-    """What this module needs of a source."""
-
-    @property
-    def files(self) -> tuple[Path, ...]: ...
-
-    @property
-    def headers(self) -> tuple[Header, ...]: ...
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def read_into(self, name: str, start: int, stop: int, target: memoryview) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +39,8 @@ class Window:
 class MappedSource:
     """A table's tensors as rows of a source's files.
 
-    windows: of each tensor; of a matrix in 4 bits, its codes. quantised: those, by name. extra: names in the files that
-    the table does not use (layers beyond those read, output heads, vision towers).
+    windows: of each tensor; of a matrix in 4 bits, its codes. quantised: those, by name. scaled: those in 8-bit floats with
+    scales. extra: names in the files that the table does not use (layers beyond those read, output heads, vision towers).
     """
 
     source: RowReader
@@ -71,6 +49,7 @@ class MappedSource:
     prefix: str
     windows: dict[str, tuple[Window, ...]]
     quantised: dict[str, Quantised]
+    scaled: dict[str, Scaled]
     extra: tuple[str, ...]
 
     @cached_property
@@ -86,19 +65,30 @@ class MappedSource:
         return self.source.tensors[self.windows[name][0].tensor]
 
     def parts(self, name: str) -> tuple[StoredPart, ...]:
-        """What is read of one of our tensors, in order: itself, as the part "", or the parts of a matrix in 4 bits."""
+        """What is read of one of our tensors, in order: scales, if it has any, and itself; or what a matrix in 4 bits has."""
         if name in self.quantised:
             return self.quantised[name].parts
         info = self.info(name)
         num_rows = info.shape[0] if info.shape else 1
         row_bytes = info.num_bytes // num_rows if num_rows else 0
         shape = self._specs[name].shape
-        return (StoredPart("", "", info.dtype, shape[0] if shape else 1, row_bytes),)
+        itself = StoredPart("", "", info.dtype, shape[0] if shape else 1, row_bytes)
+        return (itself,) if name not in self.scaled else (self._scale_part(name), itself)
+
+    def _scale_part(self, name: str) -> StoredPart:
+        """The scales of our rows."""
+        scaled, shape = self.scaled[name], self._specs[name].shape
+        size = DTYPE_BYTES[scaled.dtype]
+        num_rows = shape[0] if scaled.per_row else 1
+        return StoredPart(
+            SCALE, scaled.tensor, scaled.dtype, num_rows, size * (scaled.per_row or 1)
+        )
 
     def encoding(self, name: str) -> str:
-        """How a tensor's bytes are to be understood: its dtype, and the state of a matrix in 4 bits."""
+        """How a tensor's bytes are to be understood: its dtype, and the state of a matrix in 4 bits, or what scales it has."""
         state = f" {self.quantised[name].state}" if name in self.quantised else ""
-        return self.info(name).dtype + state
+        scales = f" {self.scaled[name]}" if name in self.scaled else ""
+        return self.info(name).dtype + state + scales
 
     def num_rows(self, name: str) -> int:
         """Rows of dimension 0; one for a tensor without dimensions."""
@@ -137,16 +127,16 @@ class MappedSource:
     ) -> int:
         """The bytes of rows [start, stop) of one of our tensors, in our order; arguments as Source.read_into.
 
-        part: of a matrix in 4 bits, one of `parts`.
+        part: one of `parts`.
         """
         one = self._parts[name, part]
         if not 0 <= start <= stop <= one.num_rows:
             raise IndexError(f"rows {start}:{stop} of {name}, which has {one.num_rows}")
-        if part:
+        if part not in ("", SCALE):
             self.source.read_into(one.tensor, start * one.step, stop * one.step, target)
             return (stop - start) * one.row_bytes
         begin = 0  # of the window, in our rows
-        for window in self.windows[name]:
+        for window in self._windows_of(name, one):
             first = max(start, begin)
             last = min(stop, begin + window.stop - window.start)
             if first < last:
@@ -156,15 +146,13 @@ class MappedSource:
             begin += window.stop - window.start
         return (stop - start) * one.row_bytes
 
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """How one layout under one prefix fares."""
-
-    layout: Layout
-    prefix: str
-    quantised: dict[str, Quantised]
-    mismatch: Mismatch
+    def _windows_of(self, name: str, part: StoredPart) -> tuple[Window, ...]:
+        """Where a tensor's own rows, or their scales, lie: in the same windows, or in one number."""
+        if not part.part:
+            return self.windows[name]
+        if not self.scaled[name].per_row:
+            return (Window(part.tensor, 0, 1),)
+        return tuple(replace(one, tensor=part.tensor) for one in self.windows[name])
 
 
 def map_source(
@@ -178,7 +166,7 @@ def map_source(
     adopts: asked of every matrix in 4 bits; without it they are only looked at.
     Raises: SourceError listing all missing, misshapen and unusable tensors of the nearest layout.
     """
-    search = _Search(source, States(source), table, adopts)
+    search = Search(source, States(source), Scales(source), table, adopts)
     attempts = list(search.attempts(layouts))
     if not attempts:
         names = ", ".join(layout.name for layout in layouts) or "none"
@@ -189,101 +177,23 @@ def map_source(
         raise SourceError(foreign or best.mismatch.message(source.files, source.tensors))
     windows = {spec.name: _windows(source, best, spec) for spec in table}
     used = {window.tensor for several in windows.values() for window in several}
-    if any(source.tensors[name].dtype in _BARE_FLOAT8 for name in used):
+    scales = {scaled.tensor for scaled in best.scaled.values()}
+    bare = (name for name in windows if name not in best.scaled)
+    if any(source.tensors[windows[name][0].tensor].dtype in FLOAT8 for name in bare):
         foreign = foreign_fault(source.files, source.tensors)
         if foreign is not None:  # scales under names that are not known here would be left out
             raise SourceError(foreign)
-    extra = tuple(name for name in source.tensors if search.states.weight_of(name) not in used)
+    extra = tuple(
+        name
+        for name in source.tensors
+        if search.states.weight_of(name) not in used and name not in scales
+    )
     return MappedSource(
-        source, table, best.layout.name, best.prefix, windows, best.quantised, extra
+        source, table, best.layout.name, best.prefix, windows, best.quantised, best.scaled, extra
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """A table looked for in a source."""
-
-    source: RowReader
-    states: States
-    table: ShapeTable
-    adopts: Adopts | None
-
-    def attempts(self, layouts: Sequence[Layout]) -> Iterator[_Attempt]:
-        """One for each layout that knows the table, under each of its prefixes."""
-        for layout in layouts:
-            try:
-                for spec in self.table:
-                    layout.rule_of(spec.name)
-            except KeyError:
-                continue
-            for prefix in layout.prefixes:
-                yield self._try(layout, prefix)
-
-    def _try(self, layout: Layout, prefix: str) -> _Attempt:
-        needed, missing, quantised = set(), [], {}
-        wrong: dict[tuple[str, str], None] = {}
-        unfit: dict[tuple[str, str], None] = {}
-        is_damaged = False
-        for spec in self.table:
-            rule, theirs = layout.rule_of(spec.name)
-            name = prefix + theirs
-            num_rows = [extent * rule.part[1] // rule.span for extent in spec.shape[:1]]
-            expected = (*num_rows, *spec.shape[1:], *[1] * rule.ones)
-            found, faults = self.states.find(name, expected)
-            if found is not None:
-                quantised[spec.name] = found
-                faults = tuple(self._unadopted(found, spec, rule))
-            is_damaged |= found is None and bool(faults)
-            unfit |= dict.fromkeys((name, fault) for fault in faults)
-            if found is None and not faults:
-                if name not in self.source.tensors:
-                    missing += [name] if name not in needed else []
-                elif (fault := self._fault(name, expected, spec)) is not None:
-                    wrong[name, fault] = None
-            needed.add(name)
-        mismatch = Mismatch(
-            layout.name, frozenset(needed), tuple(missing), tuple(wrong), tuple(unfit), is_damaged
-        )
-        return _Attempt(layout, prefix, quantised, mismatch)
-
-    def _unadopted(self, found: Quantised, spec: TensorSpec, rule: Rule) -> Iterator[str]:
-        """Why a matrix in 4 bits cannot be taken."""
-        if rule.part != (0, 1) or rule.is_swapped:
-            yield "is in 4 bits together with others, which cannot be cut apart"
-            return
-        fault = None if self.adopts is None else self.adopts(found.form, spec.shape)
-        if fault is not None:
-            yield fault
-
-    def _fault(self, name: str, expected: tuple[int, ...], spec: TensorSpec) -> str | None:
-        """What is wrong with a tensor that is there, unpacked."""
-        shape = self.source.tensors[name].shape
-        if _core(shape) != _core(expected):
-            return f"has shape {list(shape)}, expected {list(expected)}"
-        return _dtype_fault(self.source, name, spec)
-
-
-def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape without trailing ones: a 1x1 convolution holds the same numbers as a linear."""
-    while shape and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
-
-
-def _dtype_fault(source: RowReader, name: str, spec: TensorSpec) -> str | None:
-    dtype = source.tensors[name].dtype
-    if dtype in _FLOATS or spec.role == "buffer":
-        return None
-    if dtype not in _BARE_FLOAT8:
-        return f"is stored as {dtype}: these weights are already quantised; take the bf16 files"
-    stem = name.removesuffix("weight")
-    scale = next((stem + end for end in _SCALES if stem + end in source.tensors), None)
-    if scale is not None:
-        return f"is {dtype} scaled by {scale}, which is not read yet; take the bf16 files"
-    return None
-
-
-def _windows(source: RowReader, attempt: _Attempt, spec: TensorSpec) -> tuple[Window, ...]:
+def _windows(source: RowReader, attempt: Attempt, spec: TensorSpec) -> tuple[Window, ...]:
     windows = []
     if spec.name in attempt.quantised:
         codes = attempt.quantised[spec.name].parts[-1]

@@ -23,7 +23,8 @@ class Mismatch:
     """How one layout fares in a source's files.
 
     needed: names that the layout wants. missing: of those. wrong: (name, what is wrong with it). unfit: (name, why its 4
-    bits cannot be taken as they are). is_damaged: whether what is unfit would be so in any format.
+    bits cannot be taken as they are). is_damaged: whether what is unfit would be so in any format. unread: (name, what of its
+    scales is not understood).
     """
 
     layout: str
@@ -32,18 +33,21 @@ class Mismatch:
     wrong: tuple[tuple[str, str], ...]
     unfit: tuple[tuple[str, str], ...]
     is_damaged: bool
+    unread: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_faults(self) -> int:
-        return len(self.missing) + len(self.wrong) + len(self.unfit)
+        return len(self.missing) + len(self.wrong) + len(self.unfit) + len(self.unread)
 
     def message(self, files: Sequence[Path], names: Collection[str]) -> str:
         """All of it. files: of the source. names: of all tensors in them."""
         where = ", ".join(str(file) for file in files[:_MAX_FILES])
         if len(files) > _MAX_FILES:
             where += f" and {len(files) - _MAX_FILES} files more"
-        if self.unfit and not (self.missing or self.wrong):
+        if self.unfit and not (self.missing or self.wrong or self.unread):
             lines = [f"{where}: matrices in 4 bits that cannot be taken as they are"]
+        elif self.unread and not (self.missing or self.wrong or self.unfit):
+            lines = [f"{where}: 8-bit floats with scales that are not understood"]
         else:
             lines = [f"{where} do not hold the model; nearest is layout {self.layout!r}"]
         if self.missing:
@@ -55,6 +59,9 @@ class Mismatch:
         if self.unfit:
             lines.append(f"in 4 bits ({len({name for name, _ in self.unfit})}):")
             lines += _drawn(self.unfit)
+        if self.unread:
+            lines.append(f"in 8 bits ({len({name for name, _ in self.unread})}):")
+            lines += _drawn(self.unread)
         lines += self._extra(names)
         lines.append(self._remedy(files))
         return "\n".join(lines)
@@ -87,6 +94,11 @@ class Mismatch:
             )
         if self.wrong:
             return f"The names fit and the tensors do not: check `variant` in the recipe{model}."
+        if self.unread:
+            return (
+                "Weights would be wrong by what is not understood: take the model's bf16 files, or its files in 8 bits "
+                "with one scale for each matrix, row or group."
+            )
         first = (
             "Download the files again, if they are not as they were published"
             if self.is_damaged

@@ -18,7 +18,8 @@ from outsize.base.layout import Layout
 from outsize.base.table import ShapeTable
 from outsize.weights.dtypes import torch_dtype
 from outsize.weights.header import TensorInfo, read_header
-from outsize.weights.mapping import Adopts, MappedSource, map_source
+from outsize.weights.layout_search import Adopts
+from outsize.weights.mapping import MappedSource, map_source
 
 if TYPE_CHECKING:
     from torch import Tensor
