@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_formats import encode, weights
 
+from outsize.arithmetic.protocol import ARITHMETICS
 from outsize.formats._rows import row_spans
 from outsize.formats.fp8 import Fp8
 from outsize.formats.int8 import Int8
+from outsize.formats.protocol import make_format
+from outsize.layers.frozen import FrozenLinear
 
 VALUES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 few = settings(max_examples=15, deadline=None)
@@ -127,6 +130,44 @@ def test_the_transpose_is_as_near_as_three_bits_of_mantissa_allow(
     allowed = wanted.abs() / 16 * (1 + 1e-5) + both[1] * 2**-10
     assert bool(((found.float() * both[1] - wanted).abs() <= allowed).all())
     assert torch.allclose(both[1][:, 0] * 448, wanted.abs().amax(1).clamp_min(1e-30))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fp8", {}),
+        ("fp8", {"scales": "tensor"}),
+        ("fp8", {"values": "e5m2"}),
+        ("int8", {}),
+        ("nf4", {"group": 32, "scale_search": True, "rotation": "hadamard"}),
+    ],
+)
+def test_8_bit_products_with_the_format_are_float64s_within_their_error(
+    name: str, options: dict[str, object]
+) -> None:
+    """Codes as they lie or turned inputs: the product and its gradient are those of the decoded matrix."""
+    matrix = weights(48, 320, seed=10, spread=1)
+    fmt = make_format(name, options)
+    layer = FrozenLinear(
+        320,
+        48,
+        has_bias=False,
+        fmt=fmt,
+        compute=torch.float32,
+        arithmetic=ARITHMETICS.load("fp8"),
+    )
+    parts = encode(fmt, matrix)
+    layer.bind(parts)
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(32, 320, generator=generator, requires_grad=True)
+    out = layer(x)
+    grad = torch.randn(out.shape, generator=generator)
+    out.backward(grad)  # type: ignore[no-untyped-call] # torch's
+    decoded = fmt.decode(parts, (48, 320), torch.float32).double()
+    exact, exact_grad = x.detach().double() @ decoded.t(), grad.double() @ decoded
+    assert x.grad is not None
+    assert float((out.detach().double() - exact).norm() / exact.norm()) < 0.05
+    assert float((x.grad.double() - exact_grad).norm() / exact_grad.norm()) < 0.05
 
 
 def test_e5m2_has_no_operands() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tiny import bfl_names, published_names, random_tensors
 from torch import Tensor
 
 from outsize.app import _taking
+from outsize.app._merge_rows import OurRows
 from outsize.app.prepare import How, prepare_in_cache
 from outsize.app.wanted import Wanted, store_key, wanted
 from outsize.base.errors import SourceError
@@ -356,6 +358,18 @@ def test_what_a_header_says_of_modules_is_heeded(layer: str, tmp_path: Path) -> 
     path = save(tmp_path / "a.safetensors", file, _quantization_metadata="[")
     with Source([path]) as source, pytest.raises(SourceError, match="which cannot be read"):
         want(source, "flux2", tmp_path / "c", packing_of("flux2"))
+
+
+def test_nothing_is_merged_into_a_file_whose_numbers_are_products(tmp_path: Path) -> None:
+    """Taken by our names, codes would be written without their scales, whether or not a delta is added to them."""
+    file, _ = quantised(base_tensors(), COMFYUI_OLD)
+    plugin: Any = FAMILIES.load("flux2")
+    layout = next(one for one in plugin.layouts("tiny") if one.rules)
+    with Source([save(tmp_path / "a.safetensors", file)]) as source:
+        mapped = source.locate(plugin.layouts("tiny"), plugin.table("tiny"))
+        nothing: Any = SimpleNamespace(modules=())
+        with pytest.raises(SourceError, match=r"neither in 16 nor 32 bits[^!]* is F8_E4M3"):
+            OurRows(mapped, packing_of("flux2"), nothing, layout=layout, prefix="", extra=())
 
 
 # ---------------------------------------------------------------- whole checkpoints

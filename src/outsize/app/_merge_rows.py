@@ -145,7 +145,8 @@ class OurRows:
             {
                 name: mapped.info(spec.name).dtype
                 for name, spec in self._ours.items()
-                if self.module_of(name) is not None and spec.name not in mapped.quantised
+                if (self.module_of(name) is not None and spec.name not in mapped.quantised)
+                or spec.name in mapped.scaled  # its codes alone would be another matrix
             }
         )
 

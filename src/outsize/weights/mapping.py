@@ -113,10 +113,12 @@ class MappedSource:
         return sum(self.tensor_bytes(name) for name in self.windows)
 
     def read_rows(self, name: str, start: int, stop: int, into: Tensor) -> Tensor:
-        """Rows [start, stop) of one of our tensors, wherever its slabs lie; not for a matrix in 4 bits.
+        """Rows [start, stop) of one of our tensors, wherever its slabs lie; not for a matrix in 4 bits, or with scales.
 
         Arguments, result and errors as Source.read_rows; the shape is (stop - start, ...) of the table.
         """
+        held_otherwise = self.quantised.keys() | self.scaled.keys()
+        assert name not in held_otherwise, "its rows are not its numbers"
         num_bytes = self.read_into(name, start, stop, into.numpy().data)
         shape = self._specs[name].shape
         raw = into[:num_bytes].view(torch_dtype(self.info(name).dtype))
