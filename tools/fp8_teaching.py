@@ -157,11 +157,11 @@ def _held_out(run_path: Path, device_kind: str | None) -> dict[str, float]:
     """Loss of the base alone and with the run's adapter on the held-out pictures, in the compute type."""
     import torch
 
+    from outsize.app.attached import adapted, load_adapter_
     from outsize.app.encode import build_corpus
     from outsize.app.losses import Losses
     from outsize.app.planning import plan_here
     from outsize.app.site import open_site
-    from outsize.app.attached import adapted, load_adapter_
     from outsize.base.progress import Silent
     from outsize.devices.protocol import open_device
     from outsize.recipes.load import recipe_from_json
