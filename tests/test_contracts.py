@@ -51,6 +51,7 @@ PLUG_IN_FOLDERS = (
     "devices",
     "plan/tasks",
     "app/tasks",
+    "recipes/importers",
 )
 
 # Who may name which plug-in, and why: (file, plug-in's file, reason), as patterns below the package.

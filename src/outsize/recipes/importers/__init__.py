@@ -1,0 +1,1 @@
+"""Plug-ins: one file each, named by it; see protocol.py."""
