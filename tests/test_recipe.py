@@ -307,7 +307,7 @@ def test_the_keys_of_data_tell_whether_it_is_pictures_or_text() -> None:
         ("{sets: []}", "data.sets: found an empty list, must have at least 1"),
         (
             "5",
-            "data: found 5, must be a mapping with the keys resolution, caption_dropout, broken, sets",
+            "data: found 5, must be a mapping with the keys resolution, caption_dropout, held_out, broken, sets",
         ),
         ("{sets: [{path: a.csv}]}", "data.sets[0].path: found 'a.csv': .csv is not read"),
         ("{sets: [{path: a, is_held_out: true}]}", "all sets are held out"),

@@ -12,6 +12,7 @@ from typing import Any
 from outsize.app.pictures import samples_for, scan_recipe, schedule_for
 from outsize.app.tasks.protocol import Checked, Table
 from outsize.data.found import together
+from outsize.data.held_out import held_out_pictures
 from outsize.data.manifest import Manifest, Picture
 from outsize.data.samples import Sample, flips_of
 from outsize.data.scanning import with_trigger
@@ -40,6 +41,7 @@ class _SetFacts:
     masks: int
     latents: int
     left_out: int
+    held_out: int
 
 
 def check_pictures(recipe: Recipe, num_shown: int) -> Checked:
@@ -78,6 +80,8 @@ def _facts(
     ours = [one for one in samples if manifest.pictures[one.picture].set_index == number]
     share = float(dict(schedule.shares).get(number, 0))
     drawn = recipe.train.steps * recipe.train.batch * recipe.train.accumulate * share
+    held = held_out_pictures(manifest, recipe.pictures.held_out)
+    num_held = sum(manifest.pictures[index].set_index == number for index in held)
     forms = {
         (manifest.pictures[one.picture].digest, one.crop, form)
         for one in ours
@@ -89,7 +93,8 @@ def _facts(
         pictures=len(found),
         repeats=item.repeats,
         share=share,
-        seen=drawn / len(found) if found else 0.0,
+        held_out=num_held,
+        seen=drawn / (len(found) - num_held) if len(found) > num_held else 0.0,
         loss_weight=item.loss_weight,
         flip=item.flip,
         captions=len({one.caption for one in found}),
@@ -204,12 +209,13 @@ def _sets_table(sets: Sequence[_SetFacts]) -> Table:
             str(one.masks),
             str(one.latents),
             str(one.left_out),
+            str(one.held_out),
         )
         for one in sets
     )
     heads = (
         "set", "kind", "pictures", "repeats", "share", "seen each", "loss weight", "mirrored", "captions",
-        "masks", "latents", "left out",
+        "masks", "latents", "left out", "held out",
     )  # fmt: skip
     return Table("What is learned from", heads, rows)
 

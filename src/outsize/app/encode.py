@@ -22,6 +22,7 @@ from outsize.base.files import file_digest, json_digest
 from outsize.data.batches import Corpus
 from outsize.data.buckets import Bucket
 from outsize.data.encode import cache_latents, cache_texts, training_texts
+from outsize.data.held_out import held_out_pictures, held_out_samples
 from outsize.data.manifest import Manifest
 from outsize.data.masks import GridOf, cache_masks
 from outsize.families.protocol import ImageCodec, TextEncoder
@@ -154,6 +155,9 @@ def build_corpus(site: Site, more_texts: Callable[[Manifest], Iterable[str]] = _
         site.cache,
         latent_inputs=inputs,
         text_inputs=[one.inputs for one in encoders],
+        held_out=held_out_samples(
+            manifest, samples, held_out_pictures(manifest, recipe.pictures.held_out)
+        ),
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from outsize.objectives.protocol import OBJECTIVES, FlowObjective
@@ -70,19 +71,42 @@ class Losses:
         ready = self._prepared is not None and self._prepared[0] == key
         drawn = self._prepared[1] if self._prepared is not None and ready else self._draw(*key)
         self._prepared = None
-
-        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
-            return self._family.predict(
-                self._variant, self._model.module, noisy, sigma, drawn.conditions, self._guidance
-            )
-
         return self._objective.loss(
-            predict,
+            self._predict(drawn),
             drawn.latents,
             drawn.sigma,
             drawn.noise,
             drawn.loss_weight,
             self._device.compute_dtype,
+        )
+
+    def error(self, batch: Batch, level: float) -> float:
+        """The mean squared error of a batch of one picture at a level of noise, where its mask has it learned; no gradient.
+
+        Its noise depends on its seed alone, and nothing on how errors count in training: figures of all runs compare.
+        """
+        (seed,) = batch.seeds
+        shape = tuple(batch.latents_BCHW.shape)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        cells = batch.cell_weight_B1HW
+        placed = self._placed(
+            batch, torch.tensor([level]), noise, torch.ones(1) if cells is None else cells
+        )
+        self._model.begin("forward")
+        with torch.no_grad():
+            found = self._objective.squared(
+                self._predict(placed),
+                placed.latents,
+                placed.sigma,
+                placed.noise,
+                placed.loss_weight,
+                self._device.compute_dtype,
+            )
+        return float(found)
+
+    def _predict(self, drawn: _Drawn) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda noisy, sigma: self._family.predict(
+            self._variant, self._model.module, noisy, sigma, drawn.conditions, self._guidance
         )
 
     def _draw(self, step: int, place: int) -> _Drawn:
@@ -91,12 +115,15 @@ class Losses:
         shape = (channels, height, width)
         mu = self._family.shift_mu(self._variant, self._family.num_tokens(self._variant, shape))
         sigma_B, noise = self._objective.draw(batch.seeds, shape, mu)
+        return self._placed(batch, sigma_B, noise, _weight(batch))
+
+    def _placed(self, batch: Batch, sigma_B: Tensor, noise: Tensor, weight: Tensor) -> _Drawn:
         compute = self._device.compute_dtype
         return _Drawn(
             self._move(batch.latents_BCHW),
             self._move(sigma_B),
             self._move(noise),
-            self._move(_weight(batch)),
+            self._move(weight),
             {name: self._move(one).to(compute) for name, one in batch.conditions.items()},
         )
 

@@ -12,6 +12,7 @@ from typing import cast
 from outsize.app.tasks.protocol import Preview, Shown, Table
 from outsize.base.errors import SourceError
 from outsize.data.found import PictureSet
+from outsize.data.held_out import held_out_pictures
 from outsize.data.manifest import Manifest
 from outsize.data.origin import TABLES
 from outsize.data.samples import Sample, make_schedule, samples_of
@@ -56,6 +57,7 @@ def schedule_for(recipe: Recipe, manifest: Manifest, samples: Sequence[Sample]) 
         batch=recipe.train.batch,
         accumulate=recipe.train.accumulate,
         caption_dropout=recipe.pictures.caption_dropout,
+        held_out=held_out_pictures(manifest, recipe.pictures.held_out),
     )
 
 

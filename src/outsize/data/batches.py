@@ -17,9 +17,10 @@ from torch import Tensor
 from outsize.base.errors import RecipeError, StoreBroken
 from outsize.data.cache import ContentCache
 from outsize.data.encode import LATENT, latent_key, text_key
+from outsize.data.held_out import level_seed
 from outsize.data.manifest import Manifest, Picture
 from outsize.data.masks import MASK, mask_key, weights_of
-from outsize.data.samples import Sample
+from outsize.data.samples import Sample, flips_of
 from outsize.data.schedule import Item, Schedule
 
 
@@ -49,10 +50,12 @@ class Corpus:
         *,
         latent_inputs: Mapping[str, Any],
         text_inputs: Sequence[Mapping[str, Any]],
+        held_out: Sequence[int] = (),
         memory_bytes: int = 256 << 20,
     ) -> None:
         """Join what the caching stages were called with.
 
+        held_out: places in the samples of what is measured, in order.
         latent_inputs, text_inputs: the key inputs of the image encoder and of each text encoder.
         memory_bytes: how much of the cache is kept in memory (the most recently used).
         """
@@ -62,7 +65,25 @@ class Corpus:
         self._samples = tuple(samples)
         self._latent_inputs = latent_inputs
         self._text_inputs = tuple(text_inputs)
+        self._held_out = tuple(held_out)
         self._memory = _Memory(memory_bytes)
+
+    @property
+    def num_held_out(self) -> int:
+        """Pictures that are measured, each counted at each resolution."""
+        return len(self._held_out)
+
+    def held_out(self, number: int, level: int) -> Batch:
+        """A picture that is measured, alone, with the noise that belongs to it at a level; never mirrored if it can be helped.
+
+        Raises: StoreBroken as `batch`.
+        """
+        place = self._held_out[number]
+        sample = self._samples[place]
+        picture = self.manifest.pictures[sample.picture]
+        seed = level_seed(picture.digest, level)
+        is_flipped = flips_of(self.manifest, sample)[0]
+        return self._batch((Item(place, False, seed, picture.set_index, 0, is_flipped),))
 
     def batch(self, step: int, place: int) -> Batch:
         """The micro-batch `place` of a step, counted from 0.
@@ -70,17 +91,19 @@ class Corpus:
         Raises: StoreBroken naming picture or caption when its cache entry is absent or broken; a
         broken one is discarded, so that starting again encodes exactly that one anew.
         """
-        micro = self.schedule.micro_batch(step, place)
-        pictures = [self._picture(item) for item in micro.items]
-        captions = tuple(self._caption(item) for item in micro.items)
-        latents_BCHW = torch.stack([self._latent(item) for item in micro.items])
+        return self._batch(self.schedule.micro_batch(step, place).items)
+
+    def _batch(self, items: Sequence[Item]) -> Batch:
+        pictures = [self._picture(item) for item in items]
+        captions = tuple(self._caption(item) for item in items)
+        latents_BCHW = torch.stack([self._latent(item) for item in items])
         weights = [self.manifest.set_of(one).loss_weight * one.weight for one in pictures]
         return Batch(
             latents_BCHW=latents_BCHW,
             conditions=_stack([self._embeddings(caption) for caption in captions], captions),
             loss_weight_B=torch.tensor(weights, dtype=torch.float32),
-            seeds=tuple(item.noise_seed for item in micro.items),
-            cell_weight_B1HW=self._cell_weights(micro.items, latents_BCHW),
+            seeds=tuple(item.noise_seed for item in items),
+            cell_weight_B1HW=self._cell_weights(items, latents_BCHW),
         )
 
     def pictures_of(self, step: int) -> list[str]:

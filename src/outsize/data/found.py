@@ -35,6 +35,7 @@ class PictureSet:
     repeats: int = 1
     loss_weight: float = 1.0
     is_regularisation: bool = False
+    is_held_out: bool = False
     flip: float = 0.0
     background: tuple[int, int, int] = (255, 255, 255)
     masks: Path | None = None

@@ -6,7 +6,7 @@ is the same one with another latent: the schedule says for each draw which of bo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from outsize.data.buckets import CropPlan, bucket_of, crop_plan
@@ -53,8 +53,12 @@ def make_schedule(
     batch: int = 1,
     accumulate: int = 1,
     caption_dropout: float = 0.0,
+    held_out: Collection[int] = (),
 ) -> Schedule:
-    """The schedule over samples, in their order, with the shares and flips of the manifest's sets."""
+    """The schedule over samples, in their order, with the shares and flips of the manifest's sets.
+
+    held_out: pictures, by their places in the manifest, that are never drawn.
+    """
     entries = [Entry(manifest.pictures[one.picture].set_index, one.crop.bucket) for one in samples]
     return Schedule(
         seed,
@@ -64,4 +68,5 @@ def make_schedule(
         caption_dropout=caption_dropout,
         shares=[item.share for item in manifest.sets],
         flips=[item.flip for item in manifest.sets],
+        held_out=[index for index, one in enumerate(samples) if one.picture in held_out],
     )

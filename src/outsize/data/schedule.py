@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -82,8 +82,9 @@ class Schedule:
         caption_dropout: float = 0.0,
         shares: Sequence[float | None] = (),
         flips: Sequence[float] = (),
+        held_out: Collection[int] = (),
     ) -> None:
-        """Make a schedule; it is cheap, and any two made alike are equal.
+        """Make a schedule; it is cheap, and any two made alike are equal. held_out: places of entries that are never drawn.
 
         flips: for each set the share of its samples that are mirrored; () is none. shares: for each set its share of samples, None for the sets that divide the rest by
         number of pictures; () is None for all.
@@ -99,13 +100,14 @@ class Schedule:
         self._dropout_bound = round(caption_dropout * 2**53)
         self._flip_bounds = {index: round(share * 2**53) for index, share in enumerate(flips)}
         by_set: dict[int, dict[Bucket, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for index, entry in enumerate(entries):
+        drawn = {index: one for index, one in enumerate(entries) if index not in set(held_out)}
+        for index, entry in drawn.items():
             by_set[entry.set_index][entry.bucket].append(index)
         counts = {
             set_index: sum(map(len, buckets.values())) for set_index, buckets in by_set.items()
         }
         self.shares = exact_shares(shares, counts)
-        num_buckets = len({entry.bucket for entry in entries})
+        num_buckets = len({entry.bucket for entry in drawn.values()})
         self._draws = batch if num_buckets == 1 else 1  # of a micro-batch
         self._streams = {
             set_index: _Streams(seed, set_index, batch // self._draws, by_set[set_index])

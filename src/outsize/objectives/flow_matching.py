@@ -85,37 +85,24 @@ class FlowMatching:
         Shapes: clean and noise (B, ...), all on one device; weight_B (B,), or (B, 1, H, W) of each latent cell; predict
         takes (noisy in `compute`, sigma_B fp32).
         """
-        counted, factor_B = self._counted(predict, clean, sigma_B, noise, compute)
-        if weight_B.dim() > 1:
-            per_sample_B = (weight_B.float() * counted).flatten(1).mean(dim=1)
-        else:
-            per_sample_B = weight_B.float() * counted.flatten(1).mean(dim=1)
-        return (per_sample_B if factor_B is None else factor_B * per_sample_B).mean()
-
-    def per_sample(
-        self,
-        predict: Callable[[Tensor, Tensor], Tensor],
-        clean: Tensor,
-        sigma_B: Tensor,
-        noise: Tensor,
-        compute: torch.dtype,
-    ) -> Tensor:
-        """The mean squared error of each sample (B), fp32, whatever training makes of errors: it can be compared."""
-        error = self._error(predict, clean, sigma_B, noise, compute)
-        return error.square().flatten(1).mean(dim=1)
-
-    def _counted(
-        self,
-        predict: Callable[[Tensor, Tensor], Tensor],
-        clean: Tensor,
-        sigma_B: Tensor,
-        noise: Tensor,
-        compute: torch.dtype,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What each error counts by its size, and the factor of each sample's noise level."""
         error = self._error(predict, clean, sigma_B, noise, compute)
         sigma = sigma_B.float().view(-1, *(1 for _ in clean.shape[1:]))
-        return self.errors.of(error, sigma), self.errors.factor(sigma_B.float())
+        per_sample_B = _weighed(self.errors.of(error, sigma), weight_B)
+        factor_B = self.errors.factor(sigma_B.float())
+        return (per_sample_B if factor_B is None else factor_B * per_sample_B).mean()
+
+    def squared(  # noqa: PLR0917 - the protocol's order
+        self,
+        predict: Callable[[Tensor, Tensor], Tensor],
+        clean: Tensor,
+        sigma_B: Tensor,
+        noise: Tensor,
+        weight_B: Tensor,
+        compute: torch.dtype,
+    ) -> Tensor:
+        """As `loss`, of squared errors, whatever training makes of them."""
+        error = self._error(predict, clean, sigma_B, noise, compute)
+        return _weighed(error.square(), weight_B).mean()
 
     @staticmethod
     def _error(
@@ -129,6 +116,13 @@ class FlowMatching:
         sigma = sigma_B.view(-1, *(1 for _ in clean.shape[1:]))
         noisy = (1 - sigma) * clean + sigma * noise
         return predict(noisy.to(compute), sigma_B).float() - (noise - clean)
+
+
+def _weighed(counted: Tensor, weight_B: Tensor) -> Tensor:
+    """The mean of each sample (B), times its weight, or of its cells times theirs."""
+    if weight_B.dim() > 1:
+        return (weight_B.float() * counted).flatten(1).mean(dim=1)
+    return weight_B.float() * counted.flatten(1).mean(dim=1)
 
 
 assert set(LAWS) == set(get_args(Law))

@@ -38,15 +38,16 @@ class FlowObjective(Protocol):
         weight_B: of each sample (B,), or of each latent cell (B, 1, H, W).
         """
 
-    def per_sample(
+    def squared(  # noqa: PLR0917
         self,
         predict: Callable[[Tensor, Tensor], Tensor],
         clean: Tensor,
         sigma_B: Tensor,
         noise: Tensor,
+        weight_B: Tensor,
         compute: torch.dtype,
     ) -> Tensor:
-        """The mean squared error of each sample (B), fp32: what is measured on pictures that are held out."""
+        """As `loss`, of squared errors: what is measured on pictures that are held out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

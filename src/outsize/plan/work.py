@@ -6,7 +6,6 @@ What depends on what is learned from, pictures or text, is the demand of the rec
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -190,10 +189,8 @@ def work_of(
             for number in range(len(sizes.blocks))
         ),
         optimizer=recipe.train.optimizer,
-        optimizer_bytes=sum(
-            count * optimizer.state_bytes(size)
-            for size, count in Counter(size for _, size in tensors).items()
-        ),
+        # all masters lie in one tensor
+        optimizer_bytes=optimizer.state_bytes(sum(size for _, size in tensors)),
         num_checkpoints=min(
             recipe.checkpoints.keep, math.ceil(recipe.train.steps / recipe.checkpoints.every)
         ),

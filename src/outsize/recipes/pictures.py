@@ -86,6 +86,9 @@ class PictureSet(Section):
     is_regularisation: bool = Field(
         default=False, description="True for other subjects, shown so that they do not change."
     )
+    is_held_out: Annotated[bool, Added()] = Field(
+        default=False, description="True for pictures that are only measured, never trained on."
+    )
     flip: Annotated[float, Added()] = Field(
         default=0.0,
         ge=0,
@@ -132,6 +135,14 @@ class PictureSet(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _is_drawn_or_held_out(self) -> Self:
+        if self.share is not None and self.is_held_out:
+            raise ValueError("a set that is held out is not drawn from, so it has no share")
+        if self.is_regularisation and self.is_held_out:
+            raise ValueError("a set is for regularisation or held out, not both")
+        return self
+
     @property
     def background_rgb(self) -> tuple[int, int, int]:
         """The background's red, green and blue, 0..255."""
@@ -151,6 +162,13 @@ class PictureChoice(Section):
     caption_dropout: float = Field(
         default=0.05, ge=0, le=1, description="Share of samples trained with an empty caption."
     )
+    held_out: Annotated[float, Added()] = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each set's pictures that is kept from training and measured (evaluate says when), always the "
+        "same ones, at least one; 0: none but those of sets that are held out.",
+    )
     broken: Annotated[Literal["error", "leave_out"], Added()] = Field(
         default="error",
         description="What becomes of pictures that cannot be read: an error before anything starts, or left out of "
@@ -162,9 +180,12 @@ class PictureChoice(Section):
 
     @model_validator(mode="after")
     def _shares_leave_room(self) -> Self:
-        shares = [one.share for one in self.sets if one.share is not None]
+        trained = [one for one in self.sets if not one.is_held_out]
+        if not trained:
+            raise ValueError("all sets are held out, so there is nothing to train on")
+        shares = [one.share for one in trained if one.share is not None]
         total = math.fsum(shares)
-        is_all = len(shares) == len(self.sets)
+        is_all = len(shares) == len(trained)
         if (is_all and not math.isclose(total, 1)) or (not is_all and total >= 1):
             wanted = (
                 "must add up to 1"

@@ -179,7 +179,7 @@ class Recipe(Section):
     )
     evaluate: EvaluateChoice = Field(
         default_factory=EvaluateChoice,
-        description="What is measured on the way, on data that is never trained on; text only.",
+        description="What is measured on the way, on data that is never trained on.",
     )
     compare: CompareChoice = Field(
         default_factory=CompareChoice,

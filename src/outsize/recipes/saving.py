@@ -24,10 +24,14 @@ class CheckpointChoice(Section):
 
 
 class EvaluateChoice(Section):
-    """What is measured on the way, on data that is never trained on; text only."""
+    """What is measured on the way, on data that is never trained on."""
 
     every: Count | None = Field(
         default=None,
         description="Updates between measurements; null: a tenth of all. Base and adapter are measured at the end as well.",
     )
-    rows: Count = Field(default=64, description="At most this many rows, always the same ones.")
+    rows: Count = Field(
+        default=64,
+        description="At most this many rows of text, or passes over a picture at one of five levels of noise; always the "
+        "same ones.",
+    )

@@ -17,6 +17,7 @@ from outsize.app.tasks.protocol import (
     Sampled,
     Table,
     Watch,
+    Watches,
 )
 from outsize.base.errors import SourceError
 
@@ -116,14 +117,19 @@ class PictureTask:
         return Losses(recipe, device, model, batches)
 
     def watch(self, site: Site, model: FrozenModel, adapter: Adapter, corpus: Corpus) -> Watch:
-        """Previews. The loss of pictures that are held out says little; `outsize compare` shows more."""
-        if site.recipe.previews.every is None:
-            return NoWatch()
-        from outsize.app.previews import PicturePreviews, Previews
+        """The loss of pictures that are held out, where any are, and previews."""
+        pictures = cast("Pictures", corpus).corpus
+        watches: list[Watch] = []
+        if pictures.num_held_out:
+            from outsize.app.picture_watch import PictureWatch
 
-        manifest = cast("Pictures", corpus).corpus.manifest
-        pictures = PicturePreviews(site, model, adapter, manifest)
-        return Previews(site, pictures.make, pictures.finish)
+            watches.append(PictureWatch(site, model, adapter, pictures))
+        if site.recipe.previews.every is not None:
+            from outsize.app.previews import PicturePreviews, Previews
+
+            drawn = PicturePreviews(site, model, adapter, pictures.manifest)
+            watches.append(Previews(site, drawn.make, drawn.finish))
+        return Watches(tuple(watches)) if watches else NoWatch()
 
     def compare(self, site: Site, run: RunFolder) -> Compared:
         """A labelled grid of base and adapter, with control prompts, and how far they are apart."""

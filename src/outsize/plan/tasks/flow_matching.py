@@ -28,8 +28,6 @@ ENCODE_PLANES, DECODE_PLANES = 6, 10
 _SIDES = (1024, 768, 512, 384, 256)
 _OF_TEXT = (
     "placement.vocabulary_on_host",
-    "evaluate.every",
-    "evaluate.rows",
     "compare.max_tokens",
     "compare.temperature",
     "compare.top_p",

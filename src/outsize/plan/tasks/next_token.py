@@ -35,6 +35,7 @@ _MASK_BYTES = 1
 _WINDOWS = (16384, 8192, 4096, 2048, 1024, 512)
 _OF_PICTURES = (
     "train.timesteps",
+    "train.loss",
     "train.guidance",
     "compare.steps",
     "compare.guidance",
