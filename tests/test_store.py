@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from outsize.base.errors import DoesNotFit, SourceError, StoreBroken
+from outsize.base.files import json_digest
 from outsize.base.parts import Part
 from outsize.base.table import ShapeTable, TensorSpec
 from outsize.devices._host import pageable
@@ -263,6 +264,17 @@ def test_every_damage_is_found_and_named_on_opening(tmp_path: Path, name: str) -
     write_store(tmp_path / "s")
     damage(tmp_path / "s")
     with pytest.raises(StoreBroken, match=message):
+        open_store(tmp_path / "s")
+
+
+def test_a_manifest_cannot_name_a_file_outside_its_store(tmp_path: Path) -> None:
+    write_store(tmp_path / "s")
+    values = json.loads((tmp_path / "s" / MANIFEST).read_bytes())
+    del values["digest"]
+    values["files"][0]["name"] = "../rest.safetensors"
+    values["digest"] = json_digest(values)
+    (tmp_path / "s" / MANIFEST).write_text(json.dumps(values))
+    with pytest.raises(StoreBroken, match=r"'\.\./rest\.safetensors' is not the file of block"):
         open_store(tmp_path / "s")
 
 

@@ -100,6 +100,17 @@ def remove_temporaries(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def parse_json(content: bytes | bytearray | str) -> Any:
+    """Read JSON that may have been written by anybody.
+
+    Raises: ValueError for whatever is wrong with it, nesting that is too deep for Python's reader included.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of a file's bytes, hexadecimal."""
     with path.open("rb") as file:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outsize.base.errors import StoreBroken
-from outsize.base.files import TEMPORARY, json_digest, write_atomically
+from outsize.base.files import TEMPORARY, json_digest, parse_json, write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,11 +145,13 @@ def _unpack(content: bytes, key: str, path: Path) -> dict[str, Tensor]:
 
     stored_key, stored_digest = _stamp(_header(content[:8], content[8:], len(content), path))
     if stored_key != key:
-        raise _broken(path, f"it holds the entry {stored_key!r}")
+        raise _broken(path, f"it holds the entry {stored_key!a:.100}")
     try:
         tensors = load(content)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise _broken(path, f"it is not valid safetensors: {error}") from error
+        raise _broken(
+            path, f"it is not valid safetensors: {ascii(str(error))[1:-1]:.200}"
+        ) from error
     if _digest(tensors, key) != stored_digest:
         raise _broken(path, "its tensors do not have the digest they were stored with")
     return tensors
@@ -166,7 +168,7 @@ def _check_length(path: Path, key: str) -> None:
         return
     stored_key, _ = _stamp(_header(first, rest, num_bytes, path))
     if stored_key != key:
-        raise _broken(path, f"it holds the entry {stored_key!r}")
+        raise _broken(path, f"it holds the entry {stored_key!a:.100}")
 
 
 def _header(first: bytes, rest: bytes, num_bytes: int, path: Path) -> dict[str, Any]:
@@ -176,15 +178,22 @@ def _header(first: bytes, rest: bytes, num_bytes: int, path: Path) -> dict[str, 
     """
     length = _header_length(first, path)
     try:
-        header: dict[str, Any] = json.loads(rest[:length])
+        header: dict[str, Any] = parse_json(rest[:length])
         header["__metadata__"] = dict(header.get("__metadata__") or {})
         ends = [
             int(entry["data_offsets"][1])
             for name, entry in header.items()
             if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise _broken(path, f"its header cannot be read: {error}") from error
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+    ) as error:
+        raise _broken(path, f"its header cannot be read: {ascii(str(error))[1:-1]:.200}") from error
     stated = 8 + length + max(ends, default=0)
     if num_bytes != stated:
         raise _broken(path, f"it has {num_bytes} bytes where its header says {stated}")

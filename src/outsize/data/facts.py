@@ -7,11 +7,10 @@ where it is absent or cannot be read, the work is done again with the same resul
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from outsize.base.files import write_json_atomically
+from outsize.base.files import parse_json, write_json_atomically
 from outsize.data.media import LOOKS, TRANSFORM, Look
 
 _VERSION = f"{TRANSFORM}, {LOOKS}"
@@ -20,11 +19,11 @@ _VERSION = f"{TRANSFORM}, {LOOKS}"
 def read_facts(path: Path) -> dict[str, Look]:
     """Looks by digest, of pictures this version of the transform has decoded."""
     try:
-        stored = json.loads(path.read_bytes())
+        stored = parse_json(path.read_bytes())
         if stored["version"] != _VERSION:
             return {}
         return {str(digest): _look(*values) for digest, values in stored["looks"].items()}
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return {}
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from outsize import __version__
-from outsize.base.errors import AdapterError
-from outsize.base.files import commit_file, folder_committed_to, temporary_beside
+from outsize.base.errors import AdapterError, SourceError
+from outsize.base.files import commit_file, folder_committed_to, parse_json, temporary_beside
 from outsize.base.layout import Layout
 from outsize.dialects.protocol import (
     DIALECTS,
@@ -28,6 +28,7 @@ from outsize.dialects.protocol import (
     TensorFile,
     as_text,
 )
+from outsize.weights.header import read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -201,15 +202,15 @@ def _read(path: Path) -> AdapterFile:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    content = path.read_bytes()  # not mapped: Windows would refuse to rename the file under the map
     try:
         if path.suffix == ".json":
-            return JsonFile(json.loads(content))
-        tensors = load(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    except (SafetensorError, ValueError) as error:
+            return JsonFile(parse_json(path.read_bytes()))
+        header = read_header(path)
+        # Read, not mapped: Windows would refuse to rename the file under the map.
+        tensors = load(path.read_bytes())
+    except (SourceError, SafetensorError, ValueError, KeyError) as error:
         raise AdapterError(f"{path} is torn or no adapter file: {error}") from error
-    return TensorFile(tensors, header.get("__metadata__", {}))
+    return TensorFile(tensors, header.metadata)
 
 
 def _proven(

@@ -18,6 +18,7 @@ from outsize.base.errors import StoreBroken
 from outsize.base.files import (
     file_digest,
     folder_committed_to,
+    parse_json,
     remove_temporaries,
     write_json_atomically,
 )
@@ -65,10 +66,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 def faults_of(path: Path) -> list[str]:
     """What is wrong with a checkpoint folder; empty when it can be believed."""
     try:
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        state = parse_json((path / _STATE).read_text(encoding="utf-8"))
         digests: dict[str, str] = dict(state["digests"])
         int(state["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         return [f"{path / _STATE}: {error}"]
     faults = []
     for name, digest in digests.items():

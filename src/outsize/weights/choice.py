@@ -7,7 +7,6 @@ hold other numbers. Pickled checkpoints are refused.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from outsize.base.errors import SourceError
+from outsize.base.files import parse_json
 from outsize.weights.foreign import GGUF_END, refusal
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -93,14 +93,14 @@ def files_of_index(content: bytes, where: str) -> tuple[str, ...]:
     Raises: SourceError when it is no index, or a path in it leaves the folder of the index.
     """
     try:
-        values = json.loads(content)
+        values = parse_json(content)
         shards = sorted(set(values["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(f"{where} is no index of safetensors files ({error!r})") from error
     bad = [name for name in shards if not (isinstance(name, str) and _stays_inside(name))]
     if bad or not shards:
         raise SourceError(
-            f"{where} names {bad!r:.300}; every path must be a safetensors file inside its folder"
+            f"{where} names {bad!a:.300}; every path must be a safetensors file inside its folder"
         )
     return tuple(shards)
 
@@ -127,7 +127,8 @@ def weights_of_index(index: Path) -> tuple[Path, ...]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise SourceError(
-            f"{index} names {len(files)} files, {len(missing)} are missing: {', '.join(missing)}"
+            f"{index} names {len(files)} files, {len(missing)} are missing: {_few(missing)}; "
+            "download them again, or copy them beside it"
         )
     return files
 
@@ -142,7 +143,13 @@ def _stays_inside(name: str) -> bool:
     """Whether a relative path stays in its folder on every system, judged by its letters alone."""
     windows, posix = PureWindowsPath(name), PurePosixPath(name)
     is_relative = not (windows.drive or windows.root or posix.root)
-    return is_relative and ".." not in windows.parts and name.endswith(".safetensors")
+    # isprintable: no zero bytes, no halves of letters, nothing that steers a terminal
+    return (
+        is_relative
+        and name.isprintable()
+        and ".." not in windows.parts
+        and name.endswith(".safetensors")
+    )
 
 
 def _is_variant_index(name: str) -> bool:

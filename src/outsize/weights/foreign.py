@@ -5,10 +5,11 @@ Known by what config.json states (`quantization_config.quant_method`), and witho
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from outsize.base.files import parse_json
 
 GGUF_END = ".gguf"
 _OURS = "bitsandbytes"
@@ -61,7 +62,7 @@ def refusal(where: str, kind: str) -> str:
 def config_beside(files: Sequence[Path]) -> dict[str, Any]:
     """The config.json in the folder of the files; empty where there is none that can be read."""
     try:
-        values = json.loads((files[0].parent / "config.json").read_bytes())
+        values = parse_json((files[0].parent / "config.json").read_bytes())
     except (OSError, ValueError, IndexError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from outsize.base.units import format_bytes
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the cap of the safetensors library
 MAX_FAULTS = 20  # a file of noise would otherwise fill the screen
+MAX_NAME = 500  # characters; the longest names that are published have about a hundred
+MAX_RANK = 64  # of tensors in torch
+MAX_COUNT = 2**63 - 1  # of elements and of bytes in torch, and in files of every system
 METADATA = "__metadata__"
 
 _BITS = {code: 8 * size for code, size in DTYPE_BYTES.items()} | {
@@ -77,7 +81,8 @@ def read_header(file: Path) -> Header:
     data_begin = LENGTH_BYTES + len(raw)
     faults: list[str] = []
     if not (
-        isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+        isinstance(metadata, dict)
+        and all(isinstance(text, str) and _is_unicode(key + text) for key, text in metadata.items())
     ):
         faults.append(f"{METADATA} must hold texts only")
     tensors = {}
@@ -145,8 +150,8 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = sorted({name for name in names if names.count(name) > 1})
+            counts = Counter(name for name, _ in pairs)
+            twice = sorted(_shown(name) for name, count in counts.items() if count > 1)
             raise SourceError(_message(file, [f"{name} is named twice" for name in twice]))
         return values
 
@@ -161,35 +166,73 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a pair of letters, which JSON can spell and no file can hold."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _shown(name: str) -> str:
+    """A name from a file as it may stand in a message: short, and nothing that steers a terminal."""
+    return name if len(name) <= MAX_NAME and name.isprintable() else _quoted(name)
+
+
+def _quoted(value: object) -> str:
+    """A value from a file as it may stand in a message."""
+    try:
+        text = ascii(value)
+    except RecursionError:  # as deep as the JSON's reader goes, and a few calls more
+        return "something nested deeply"
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _tensor(
     file: Path, name: str, value: object, data_begin: int, faults: list[str]
 ) -> TensorInfo | None:
-    """One entry as TensorInfo, or None after its faults have been added."""
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        faults.append(f"{name}: expected dtype, shape and data_offsets, found {value!r:.100}")
+    """One entry as TensorInfo, or None after its fault has been added."""
+    fault = _fault(name, value)
+    if fault is not None or not isinstance(value, dict):
+        faults.append(f"{_shown(name)}: {fault}")
         return None
+    begin, end = value["data_offsets"]
+    return TensorInfo(
+        file, value["dtype"], tuple(value["shape"]), data_begin + begin, data_begin + end
+    )
+
+
+def _fault(name: str, value: object) -> str | None:
+    """The first thing that is wrong with one entry."""
+    if name != _shown(name):
+        return f"a name must be printable text of at most {MAX_NAME} characters"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        return f"expected dtype, shape and data_offsets, found {_quoted(value)}"
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        faults.append(f"{name}: dtype {dtype!r} is unknown")
-        return None
+        return f"dtype {_quoted(dtype)} is unknown"
     if not isinstance(shape, list) or not all(_is_count(extent) for extent in shape):
-        faults.append(f"{name}: shape {shape!r} is not a list of counts")
-        return None
+        return f"shape {_quoted(shape)} is not a list of counts"
     is_pair = isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_count, offsets))
     if not is_pair or offsets[0] > offsets[1]:
-        faults.append(f"{name}: data_offsets {offsets!r} are not a rising pair of counts")
-        return None
+        return f"data_offsets {_quoted(offsets)} are not a rising pair of counts"
+    return _size_fault(dtype, shape, offsets)
+
+
+def _size_fault(dtype: str, shape: list[int], offsets: list[int]) -> str | None:
+    if len(shape) > MAX_RANK:
+        return f"its shape has {len(shape)} dimensions, more than {MAX_RANK}"
     num_bits = math.prod(shape) * _BITS[dtype]
-    if num_bits != 8 * (offsets[1] - offsets[0]):
-        faults.append(
-            f"{name}: {dtype} of shape {shape} takes {num_bits / 8:g} bytes, "
-            f"data_offsets {offsets} hold {offsets[1] - offsets[0]}"
-        )
+    if num_bits == 8 * (offsets[1] - offsets[0]):
         return None
-    return TensorInfo(file, dtype, tuple(shape), data_begin + offsets[0], data_begin + offsets[1])
+    whole, rest = divmod(num_bits, 8)
+    needed = f"{num_bits / 8:g}" if rest and whole <= MAX_COUNT else str(whole)
+    if whole > MAX_COUNT:
+        needed = f"more than {MAX_COUNT}"
+    return (
+        f"{dtype} of shape {_quoted(shape)} takes {needed} bytes, "
+        f"data_offsets {offsets} hold {offsets[1] - offsets[0]}"
+    )
 
 
 def _check_extents(

@@ -8,7 +8,6 @@ digests. Why this and not samples: docs/decisions/011-identity-by-tensors.md.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.base.errors import SourceError
-from outsize.base.files import json_digest, write_json_atomically
+from outsize.base.files import json_digest, parse_json, write_json_atomically
 from outsize.base.progress import OnProgress
 from outsize.weights.header import Header
 from outsize.weights.mapping import MappedSource
@@ -66,7 +65,7 @@ class DigestLedger:
 
     def _rows(self) -> dict[str, dict[str, Any]]:
         try:
-            rows = json.loads(self.path.read_bytes())
+            rows = parse_json(self.path.read_bytes())
         except FileNotFoundError:
             return {}
         except ValueError:  # a ledger is only a memory: without it files are hashed again

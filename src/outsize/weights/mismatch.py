@@ -5,12 +5,12 @@ Beside the files may lie an index and a config.json; they are asked here, where 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outsize.base.files import parse_json
 from outsize.weights.choice import INDEX_END
 from outsize.weights.foreign import config_beside
 
@@ -149,7 +149,7 @@ def _what_the_config_says(files: Sequence[Path]) -> str:
     config = config_beside(files)
     named = config.get("architectures") or [config.get("_class_name") or config.get("model_type")]
     name = named[0] if isinstance(named, list) else None
-    return f" (its config.json says {name})" if isinstance(name, str) else ""
+    return f" (its config.json says {name})" if isinstance(name, str) and name.isprintable() else ""
 
 
 def _what_the_index_says(files: Sequence[Path], missing: Sequence[str]) -> str | None:
@@ -159,7 +159,7 @@ def _what_the_index_says(files: Sequence[Path], missing: Sequence[str]) -> str |
     there = {file.name for file in files}
     for index in sorted(files[0].parent.glob(f"*{INDEX_END}")):
         try:
-            places = json.loads(index.read_bytes())["weight_map"]
+            places = parse_json(index.read_bytes())["weight_map"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if not isinstance(places, dict) or not there & set(map(str, places.values())):

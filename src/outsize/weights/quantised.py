@@ -8,7 +8,6 @@ values of the codes is read. Source: bitsandbytes.functional.QuantState.as_dict(
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from outsize.base.files import parse_json
 from outsize.base.parts import DTYPE_BYTES
 from outsize.base.quantised import CODES, StoredForm
 from outsize.weights.header import TensorInfo
@@ -112,7 +112,7 @@ class States:
         state_key = next(key for key in keys if key.startswith(_STATE))
         try:
             text = self._read(keys[state_key], _MAX_STATE_BYTES).decode()
-            state = json.loads(text)
+            state = parse_json(text)
             form = _form(state)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             return None, (f"has a {state_key} that cannot be read ({error!r})",)

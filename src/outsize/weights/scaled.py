@@ -8,7 +8,6 @@ beside such a tensor is named as a fault, since a scale left out is a model a th
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from outsize.base.errors import SourceError
+from outsize.base.files import parse_json
 from outsize.base.table import TensorSpec
 from outsize.weights.header import Header, TensorInfo
 
@@ -150,7 +150,7 @@ class Scales:
         raw = bytearray(info.num_bytes)
         self._source.read_into(name, 0, info.shape[0], memoryview(raw))
         try:
-            return json.loads(raw)
+            return parse_json(raw)
         except ValueError:
             return None
 
@@ -163,7 +163,7 @@ class Scales:
         found: dict[str, Any] = {}
         for header in self._source.headers:
             try:
-                found |= json.loads(header.metadata.get(_METADATA, "{}")).get("layers", {})
+                found |= parse_json(header.metadata.get(_METADATA, "{}")).get("layers", {})
             except (ValueError, AttributeError, TypeError) as error:
                 raise SourceError(
                     f"{header.file} says in {_METADATA} how it is quantised, which cannot be read ({error!r}); "

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.base.errors import StoreBroken
-from outsize.base.files import json_digest, write_json_atomically
+from outsize.base.files import json_digest, parse_json, write_json_atomically
 from outsize.weights.header import build_header
 from outsize.weights.packet import Packet
 
@@ -59,7 +59,12 @@ class StoreFile:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> StoreFile:
-        """The row that `as_json` wrote."""
+        """The row that `as_json` wrote.
+
+        Raises: ValueError for a file of another name, which might lie outside the store.
+        """
+        if value["name"] != file_name(value["block"]):
+            raise ValueError(f"{value['name']!r:.100} is not the file of block {value['block']!r}")
         return StoreFile(
             value["name"],
             value["block"],
@@ -156,7 +161,7 @@ def read_manifest(folder: Path) -> Store:
         )
         raise StoreBroken(broken_message(folder, [what])) from error
     try:
-        values = json.loads(content)
+        values = parse_json(content)
         digest = values.pop("digest")
         if digest != json_digest(values):
             raise StoreBroken(
@@ -238,7 +243,7 @@ def stamp(path: Path) -> list[int]:
 
 def _read_stamps(folder: Path) -> dict[str, Any]:
     try:
-        stamps = json.loads((folder / STAMPS).read_bytes())
+        stamps = parse_json((folder / STAMPS).read_bytes())
     except (FileNotFoundError, ValueError):  # only a memory: without it the data are hashed
         return {}
     return stamps if isinstance(stamps, dict) else {}

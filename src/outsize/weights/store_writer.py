@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 from filelock import FileLock, Timeout
 
 from outsize.base.errors import SourceError
-from outsize.base.files import commit_file, remove_temporaries, temporary_beside
+from outsize.base.files import commit_file, parse_json, remove_temporaries, temporary_beside
 from outsize.weights.dtypes import dtype_code
 from outsize.weights.header import read_header
 from outsize.weights.packet import Entry, Packet
@@ -165,7 +164,7 @@ class StoreWriter:
         packet = self._packets[block]
         try:
             found = read_header(path)
-            stated = json.loads(found.metadata.get("sources", ""))
+            stated = parse_json(found.metadata.get("sources", ""))
             sources = {name: str(stated[name]) for name in packet.tensors()}
         except (SourceError, ValueError, KeyError, TypeError):
             return None  # torn: it is written again
