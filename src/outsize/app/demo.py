@@ -21,6 +21,7 @@ from PIL import Image
 from outsize import teaching
 from outsize.app.planning import plan_here
 from outsize.app.render import Pair, Shot, render_pairs, settings_of
+from outsize.app.report.page import write_report
 from outsize.app.site import Site, open_site
 from outsize.app.train import train
 from outsize.base.files import write_atomically, write_json_atomically
@@ -124,10 +125,12 @@ def run_demo(
             {
                 "adapter": str(newest / "adapter.safetensors"),
                 "grid": str(grid_path),
+                "report": str(run.report),
                 "run": str(run.path),
             },
         )
         write_json_atomically(run.path / "demo.json", to_json(result))
+        write_report(run)
     return result
 
 

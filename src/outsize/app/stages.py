@@ -40,8 +40,23 @@ def measured(stages: Sequence[Stage], device: Device) -> dict[str, dict[str, int
     has_own_memory = device.copies_asynchronously
     pool = "device" if has_own_memory else "private"
     return {
-        one.name: {pool: one.device_bytes if has_own_memory else one.host_bytes} for one in stages
+        one.name: {pool: one.device_bytes if has_own_memory else one.host_bytes}
+        for one in merged(stages)
     }
+
+
+def merged(stages: Sequence[Stage]) -> list[Stage]:
+    """One for each name, in the order of their first: seconds added up, the largest peaks."""
+    found: dict[str, Stage] = {}
+    for one in stages:
+        had = found.get(one.name, Stage(one.name, 0.0, 0, 0))
+        found[one.name] = Stage(
+            one.name,
+            had.seconds + one.seconds,
+            max(had.device_bytes, one.device_bytes),
+            max(had.host_bytes, one.host_bytes),
+        )
+    return list(found.values())
 
 
 def prepare_seconds(stages: Sequence[Stage]) -> dict[str, float]:

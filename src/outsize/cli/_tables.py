@@ -42,7 +42,9 @@ def print_table(
 
 
 def print_stages(stages: Sequence[Stage]) -> None:
-    """Where time and memory went; the largest peak is the run's peak."""
+    """Where time and memory went, stages of one name together; the largest peak is the run's peak."""
+    from outsize.app.stages import merged
+
     rows = [
         (
             one.name,
@@ -50,7 +52,7 @@ def print_stages(stages: Sequence[Stage]) -> None:
             format_bytes(one.device_bytes) if one.device_bytes else "-",
             format_bytes(one.host_bytes),
         )
-        for one in stages
+        for one in merged(stages)
     ]
     if rows:
         rows.append(

@@ -14,6 +14,7 @@ from outsize.cli._site import (
     open_site,
     recipe_and_run,
 )
+from outsize.cli.report import refresh_report
 
 
 def register(app: typer.Typer) -> None:
@@ -46,4 +47,5 @@ def compare(
         print_stages(site.stages.finished)
         for label, path in made.shown:
             print(f"{label}: {path}")
+    refresh_report(folder)
     return 0

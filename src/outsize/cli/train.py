@@ -43,21 +43,25 @@ def train(
 ) -> int:
     """Train a recipe, from its newest checkpoint if there is one. Ctrl-C saves and stops."""
     from outsize.app.tasks.protocol import task_of
+    from outsize.cli.report import reported
 
     waypoints = context.ensure_object(Waypoints)
     waypoints.mark("command read")
     chosen, run = recipe_and_run(recipe)
     task_of(chosen).require(chosen)
-    with open_site(
-        chosen,
-        run,
-        ram=ram,
-        device=device,
-        offline=offline,
-        vram_limit=vram_limit,
-        host_ram=host_ram,
-        waypoints=waypoints,
-    ) as site:
+    with (
+        open_site(
+            chosen,
+            run,
+            ram=ram,
+            device=device,
+            offline=offline,
+            vram_limit=vram_limit,
+            host_ram=host_ram,
+            waypoints=waypoints,
+        ) as site,
+        reported(run),
+    ):
         from outsize.app.train import train as train_site
         from outsize.cli._tables import print_stages
 

@@ -13,7 +13,7 @@ from outsize.plan.pools import Phase
 TOLERANCE = 0.10
 _CONTEXT = "context"  # memory of the driver, which no allocator reports
 # Stages of a run that are no phase by name: the phases whose largest they reach.
-_PHASES_OF_STAGE = {
+PHASES_OF_STAGE = {
     "train": ("train step", "train update"),
     "sample base": ("sample",),
     "sample adapter": ("sample",),
@@ -74,7 +74,7 @@ def compare_run(plan: Plan, measured: MeasuredRun) -> tuple[Comparison, ...]:
 
 def planned_bytes(plan: Plan, stage: str, pool: str) -> int | None:
     """What the plan says of a stage's memory as it is measured; None when it says nothing."""
-    names = _PHASES_OF_STAGE.get(stage, (stage,))
+    names = PHASES_OF_STAGE.get(stage, (stage,))
     phases = [phase for phase in plan.phases if phase.name in names]
     return max((_comparable(phase, pool) for phase in phases), default=None)
 

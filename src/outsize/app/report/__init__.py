@@ -1,0 +1,1 @@
+"""One page that shows a run, made from its folder alone."""
