@@ -260,3 +260,46 @@ class _Block(nn.Module):
         super().__init__()
         self.attn = nn.ModuleDict({"to_q": nn.Linear(6, 8), "to_out": nn.Linear(6, 8)})
         self.up = nn.Linear(6, 8)
+
+
+# --- in the type of cards ------------------------------------------------------------------------
+
+
+def test_in_bf16_values_and_gradients_are_those_of_float64_to_bf16s_precision() -> None:
+    """As on cards: W, A, B and activations in bf16, lengths in fp32. A step of 1e-4 of a length is felt."""
+    generator = torch.Generator().manual_seed(2)
+    table = ShapeTable((TensorSpec("up.weight", (48, 32), "mlp", block=0, is_linear=True),))
+    module = nn.ModuleDict({"up": nn.Linear(32, 48)}).to(torch.bfloat16)
+    weight = module["up"].weight.detach()
+    adapter = Adapter(module, table, adapter_shape(AdapterChoice(rank=4, kind="dora"), table))
+    squares = weight.float().norm(dim=1).square()
+    initial = adapter.materialise_(
+        seed=1, device=torch.device("cpu"), dtype=torch.bfloat16, row_squares={"up": squares}
+    )
+    adapter.load_(moved_values(initial))
+    named = adapter.parameters()
+    x = torch.randn(16, 32, generator=generator).bfloat16()
+    layer: Any = module["up"]
+    out = layer(x)
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    down, up, lengths = (
+        named[f"up.{name}"].detach().double().requires_grad_()
+        for name in ("lora_A", "lora_B", "magnitude")
+    )
+    moved = weight.double() + up @ down
+    scale = lengths / moved.detach().norm(dim=1)
+    bias = layer.base_layer.bias.detach().double()
+    wanted = (x.double() @ moved.T) * scale + bias
+    wanted.square().sum().backward()
+    assert (out.double() - wanted).norm() / wanted.norm() < 0.01
+    for name, one in (("lora_A", down), ("lora_B", up), ("magnitude", lengths)):
+        got = named[f"up.{name}"].grad
+        assert got is not None
+        assert got.dtype == named[f"up.{name}"].dtype
+        assert one.grad is not None
+        assert (got.double() - one.grad).norm() / one.grad.norm() < 0.02, name
+    with torch.no_grad():
+        before = layer(x)
+        named["up.magnitude"] *= 1 + 2**-8  # half a step of bf16 at 1
+        assert (layer(x) != before).float().mean() > 0.25

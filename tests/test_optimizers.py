@@ -15,7 +15,12 @@ from outsize.base.errors import MachineFault, RecipeError
 from outsize.plan.names import check_names
 from outsize.train.average import Average, decay_of
 from outsize.train.loop import LoopSettings
-from outsize.train.optimizers.protocol import OPTIMIZERS, OptimizerSettings, make_optimizer
+from outsize.train.optimizers.protocol import (
+    OPTIMIZERS,
+    OptimizerSettings,
+    make_optimizer,
+    require_optimizer,
+)
 from outsize.train.update import Update
 
 SHAPES = {"a": (5, 7), "b": (3, 300), "c": (11,)}
@@ -316,10 +321,12 @@ def test_a_missing_library_is_named_with_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     settings = OptimizerSettings(1.0, (0.9, 0.99), 1e-8, 0.0)
-    with pytest.raises(
-        MachineFault, match=rf"pip install {module}, or pip install 'outsize\[optim"
-    ):
+    told = rf"pip install {module}, or pip install 'outsize\[optim"
+    with pytest.raises(MachineFault, match=told):
         make_optimizer(name)([nn.Parameter(torch.zeros(1))], settings)
+    with pytest.raises(MachineFault, match=told):  # asked before anything is prepared
+        require_optimizer(name)
+    require_optimizer("adamw")
 
 
 def test_prodigy_says_nothing_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

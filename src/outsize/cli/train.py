@@ -44,11 +44,13 @@ def train(
     """Train a recipe, from its newest checkpoint if there is one. Ctrl-C saves and stops."""
     from outsize.app.tasks.protocol import task_of
     from outsize.cli.report import reported
+    from outsize.train.optimizers.protocol import require_optimizer
 
     waypoints = context.ensure_object(Waypoints)
     waypoints.mark("command read")
     chosen, run = recipe_and_run(recipe)
     task_of(chosen).require(chosen)
+    require_optimizer(chosen.train.optimizer)
     with (
         open_site(
             chosen,

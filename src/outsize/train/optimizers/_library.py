@@ -1,24 +1,37 @@
-"""Libraries that only one optimiser needs: extras of the package, asked for when the optimiser is made."""
+"""Libraries that only one optimiser needs: extras of the package, asked for before anything slow begins."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 from outsize.base.errors import MachineFault
 
 
-def library(module: str, package: str, optimizer: str) -> Any:
-    """The imported module. package: its name where packages are found.
+def library(name: str) -> Any:
+    """The imported module; its package has the same name.
 
     Raises: MachineFault saying how to install it.
     """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
+    require_library(name)
+    return importlib.import_module(name)
+
+
+def require_library(name: str) -> None:
+    """Look for a module without importing it.
+
+    Raises: MachineFault saying how to install it.
+    """
+    if not _is_there(name):
         raise MachineFault(
-            f"the optimizer {optimizer} comes from the package {package}, which is not installed; "
-            f"pip install {package}, or pip install 'outsize[optimizers]'"
-        ) from error
+            f"the optimizer comes from the package {name}, which is not installed; pip install {name}, "
+            "or pip install 'outsize[optimizers]'"
+        )
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # a module that was put in its place, or None, has no spec
+        return False

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from outsize.train.optimizers._library import library
 from outsize.train.optimizers.protocol import Asked, OptimizerSettings
@@ -35,6 +35,7 @@ class Prodigy:
     safeguard_warmup: keep the warm-up's small steps out of the estimate. bias_correction: as in Adam.
     """
 
+    library: ClassVar[str] = "prodigyopt"
     d_coef: float = 1.0
     d0: float = 1e-6
     growth_rate: float = 0.0
@@ -58,7 +59,7 @@ class Prodigy:
     def __call__(
         self, masters: Sequence[nn.Parameter], settings: OptimizerSettings
     ) -> torch.optim.Optimizer:
-        prodigyopt = library("prodigyopt", "prodigyopt", "prodigy")
+        prodigyopt = library(self.library)
         with contextlib.redirect_stdout(io.StringIO()):  # it prints how weights decay
             made: torch.optim.Optimizer = prodigyopt.Prodigy(
                 list(masters),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from outsize.base.catalogue import Catalogue
 from outsize.base.options import build_with_options
+from outsize.train.optimizers._library import require_library
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,12 @@ class Replaceable(Protocol):
     smaller: ClassVar[str]
 
 
+class Borrowed(Protocol):
+    """What a plug-in adds that comes from a library which not everybody has: the name of its module and of its package."""
+
+    library: ClassVar[str]
+
+
 class Particular(Protocol):
     """What a plug-in adds that does not go with every recipe."""
 
@@ -79,6 +86,16 @@ class Averaging(Protocol):
 
     def averaged(self, optimizer: torch.optim.Optimizer, master: Tensor) -> Tensor:
         """The weights to use, in new memory; the master and the optimiser's state stay as they are."""
+
+
+def require_optimizer(name: str) -> None:
+    """Look for the library of an optimiser; no torch.
+
+    Raises: MachineFault saying how to install it.
+    """
+    library = getattr(OPTIMIZERS.load(name), "library", None)
+    if library is not None:
+        require_library(library)
 
 
 def make_optimizer(name: str, options: Mapping[str, Any] | None = None) -> OptimizerFactory:

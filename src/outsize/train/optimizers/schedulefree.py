@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from outsize.train.optimizers._library import library
 from outsize.train.optimizers.protocol import Asked, OptimizerSettings
@@ -25,6 +25,7 @@ _STATE_BYTES = 2 * 4  # z and the second moment, fp32
 class ScheduleFree:
     """The plug-in. r: step n counts n^r in the average. weight_lr_power: and as its step size to that power."""
 
+    library: ClassVar[str] = "schedulefree"
     r: float = 0.0
     weight_lr_power: float = 2.0
 
@@ -37,9 +38,7 @@ class ScheduleFree:
     def __call__(
         self, masters: Sequence[nn.Parameter], settings: OptimizerSettings
     ) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = library(
-            "schedulefree", "schedulefree", "schedulefree"
-        ).AdamWScheduleFree(
+        made: torch.optim.Optimizer = library(self.library).AdamWScheduleFree(
             list(masters),
             lr=settings.learning_rate,
             betas=settings.betas,
