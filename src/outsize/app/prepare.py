@@ -21,7 +21,7 @@ from filelock import FileLock
 from outsize.app._encoding import Bar, Encoding, encode_blocks, plan_encoding
 from outsize.app.wanted import Wanted, is_made_by, known_key, store_key, wanted
 from outsize.base.errors import DoesNotFit, StoreBroken
-from outsize.base.files import json_digest, sync_folder
+from outsize.base.files import json_digest, make_folder, sync_folder
 from outsize.base.journal import Journal
 from outsize.base.layout import Layout
 from outsize.base.progress import OnProgress
@@ -82,7 +82,7 @@ def prepare_in_cache(one: Wanted, how: How) -> Store:
 
     Raises: as prepare_store.
     """
-    one.cache_root.mkdir(parents=True, exist_ok=True)
+    make_folder(one.cache_root)
     with _lock(one, how):
         key = known_key(one)
         place = one.partial_folder() if key is None else one.folder(key)

@@ -36,6 +36,17 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, so that no power cut takes their names away again."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for one in reversed(missing):
+        one.mkdir(exist_ok=True)
+        sync_folder(one.parent)
+
+
 def temporary_beside(path: Path) -> Path:
     """A fresh name beside `path`, on the same file system, that readers ignore."""
     return path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:12]}")
@@ -50,7 +61,7 @@ def commit_file(written: Path, target: Path) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     written = temporary_beside(path)
     try:
         written.write_bytes(content)
@@ -73,7 +84,7 @@ def folder_committed_to(target: Path) -> Iterator[Path]:
     """
     if target.exists():
         raise FileExistsError(f"{target} is already there")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     folder = temporary_beside(target)
     folder.mkdir()
     try:

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, cast
 
 from outsize import __version__
 from outsize.base.errors import AdapterError, SourceError
-from outsize.base.files import commit_file, folder_committed_to, parse_json, temporary_beside
+from outsize.base.files import (
+    commit_file,
+    folder_committed_to,
+    make_folder,
+    parse_json,
+    temporary_beside,
+)
 from outsize.base.layout import Layout
 from outsize.dialects.protocol import (
     DIALECTS,
@@ -179,7 +185,7 @@ def _is_silent(pair: LoraPair) -> bool:
 @contextmanager
 def _file_committed_to(target: Path) -> Iterator[Path]:
     """Give a temporary name to write; when the block ends the file becomes `target`, and on an error it is deleted."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     temporary = temporary_beside(target)
     try:
         yield temporary

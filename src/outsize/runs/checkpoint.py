@@ -18,8 +18,10 @@ from outsize.base.errors import StoreBroken
 from outsize.base.files import (
     file_digest,
     folder_committed_to,
+    make_folder,
     parse_json,
     remove_temporaries,
+    sync_folder,
     write_json_atomically,
 )
 
@@ -48,9 +50,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     target = folder / f"{checkpoint.step:08d}"
     if target.exists():
         if not faults_of(target):
+            sync_folder(folder)  # who wrote it may have been killed before it was safe
             return target
         shutil.rmtree(target)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     remove_temporaries(folder)
     with folder_committed_to(target) as written:
         digests = {}

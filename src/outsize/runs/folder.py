@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import filelock
 
 from outsize.base.errors import MachineFault
-from outsize.base.files import write_json_atomically
+from outsize.base.files import make_folder, write_json_atomically
 
 State = Literal["new", "preparing", "running", "stopped", "completed", "failed"]
 
@@ -85,7 +85,7 @@ class RunFolder:
 
         Raises: MachineFault when another process does.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         lock = filelock.FileLock(self.path / ".lock", timeout=0)
         try:
             lock.acquire()

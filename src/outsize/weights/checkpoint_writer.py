@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from outsize.base.files import commit_file, temporary_beside, write_json_atomically
+from outsize.base.files import commit_file, make_folder, temporary_beside, write_json_atomically
 from outsize.base.parts import DTYPE_BYTES
 from outsize.base.progress import OnProgress
 from outsize.weights.choice import INDEX_END
@@ -93,7 +93,7 @@ def write_checkpoint(
     shard_bytes: of tensors in one file at most, unless one tensor alone takes more. progress: told (bytes written,
     bytes in all). An error or an interruption leaves no file that looks whole.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     shards = _plan(folder, stem, tensors, shard_bytes)
     total, done, lock = sum(one.num_bytes for one in tensors), 0, threading.Lock()
 

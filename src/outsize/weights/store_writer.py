@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 from filelock import FileLock, Timeout
 
 from outsize.base.errors import SourceError
-from outsize.base.files import commit_file, parse_json, remove_temporaries, temporary_beside
+from outsize.base.files import (
+    commit_file,
+    make_folder,
+    parse_json,
+    remove_temporaries,
+    temporary_beside,
+)
 from outsize.weights.dtypes import dtype_code
 from outsize.weights.header import read_header
 from outsize.weights.packet import Entry, Packet
@@ -68,7 +74,7 @@ class StoreWriter:
         self._commits: list[Future[None]] = []
 
     def __enter__(self) -> Self:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         acquire(self._lock, self._on_wait)
         remove_temporaries(self.folder)
         return self
