@@ -145,6 +145,28 @@ def test_a_token_counts_the_same_in_whichever_micro_batch_it_lies(
         assert norm == pytest.approx(found[0][1], rel=1e-5)
 
 
+def test_dora_with_an_average_on_a_language_base_is_the_same_streamed_and_measured_against_the_base(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The base is measured through the neutral adapter before and after: lengths of rows are put back as well."""
+    found, losses = [], []
+    for kind, steps in (("resident", 4), ("stream", 2), ("stream", 4)):
+        recipe = recipe_of(
+            models, tmp_path, "llama", name=kind, placement={"kind": kind, "slots": 2},
+            adapter={"kind": "dora", "scaling": "sqrt_rank", "ranks": [{"roles": ["mlp"], "rank": 2}]},
+            train={"steps": steps, "ema": 0.9, "optimizer": "prodigy", "learning_rate": 1.0},
+            evaluate={"every": 1},
+        )  # fmt: skip
+        _, run = train_here(recipe)
+        found.append(checkpoint_bytes(run))
+        losses += [one["loss"] for one in events(run, "evaluated") if one["what"] == "base"]
+    assert found[0] == found[2], "resumed after two steps, too"
+    assert len(losses) == 4
+    assert len(set(losses)) == 1
+    adapted = [one["loss"] for one in events(run, "evaluated") if one["what"] == "adapter"]
+    assert adapted[-1] != losses[0]
+
+
 # --- what is measured, against transformers ------------------------------------------------------
 
 
