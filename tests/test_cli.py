@@ -294,7 +294,9 @@ def test_train_tells_the_adapter_the_stages_and_the_plan_against_what_was_measur
     compared = said.text.split("Plan against measured")[1]
     assert re.search(r"^train .*iB +[\d.]+ .iB +[+-]\d+%", compared, re.MULTILINE), compared
     run = folder / "runs" / "run"
-    assert said.text.rstrip().endswith(f"completed after step 3 of 3: {run}")
+    assert said.text.rstrip().endswith(
+        f"completed after step 3 of 3: {run}\nreport: {run / 'report.html'}"
+    )
 
 
 def test_the_journal_holds_the_run_in_order(told: tuple[Path, list[Said]]) -> None:
