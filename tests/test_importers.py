@@ -188,6 +188,7 @@ CASES: list[tuple[dict[str, Any], str, str, str, dict[str, Any]]] = [
     # changes, key, verdict, words, what the recipe then says
     ({}, "network.linear_alpha", "changed", "alpha = rank (32) whatever the file says", {"adapter.alpha": None}),
     ({"network": {"linear_alpha": 32}}, "network.linear_alpha", "taken", "alpha is the rank", {"adapter.alpha": None}),
+    ({"network": {"pretrained_lora_path": "/a.safetensors"}}, "network.pretrained_lora_path", "taken", "must fit in every key", {"adapter.start": Path("/a.safetensors")}),
     ({"network": {"dropout": 0.1}}, "network.dropout", "left out", "no dropout", {}),
     ({"network": {"type": "lokr"}}, "network.type", "left out", "another kind of adapter", {"adapter.kind": "lora"}),
     ({"network": {"transformer_only": False}}, "network.transformer_only", "changed", "inside the blocks", {}),

@@ -371,7 +371,7 @@ def test_the_command_merges_a_run_and_what_it_wrote_is_a_base_again(
     assert "packed again from the packed base's sum" in capsys.readouterr().out
     report = json.loads((tmp_path / "other" / REPORT).read_text())
     digest = read_adapter(file, "flux2", "tiny").digest
-    assert report["adapters"] == [{"sha256": digest, "weight": 0.5}] * 2
+    assert report["adapters"] == [{"sha256": digest, "dialect": "kohya", "weight": 0.5}] * 2
     parts = {"text_encoder": {"source": "./model"}, "vae": {"source": "./model"}}
     for name in ("merged", "other"):
         again = write_recipe(

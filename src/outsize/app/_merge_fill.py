@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outsize.formats._packing import Packing
     from outsize.formats.protocol import Format, Publishing
 
-_WINDOW_ELEMENTS = 2**21  # of a weight that is merged at a time: 8 MB in fp32
+_WINDOW_ELEMENTS = 2**19  # of a weight that is merged at a time: 2 MB in fp32
 PLAIN = "rounded to the type of the weight"
 FROM_WHOLE = "packed from the unpacked sum"
 FROM_PACKED = "packed again from the packed base's sum"

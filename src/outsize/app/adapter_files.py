@@ -110,6 +110,9 @@ def read_adapter(path: Path, family_name: str, variant: str) -> Found:
         others = list(_bases(files, dialect, besides=base))
         told = f"; it is an adapter of {' or '.join(others)}" if others else ""
         raise AdapterError(f"{path} ({dialect}) is no adapter of {base}{told}: {error}") from error
+    plain_pairs(
+        weights, f"{path} can only be worn, merged or lowered in rank by the program that made it"
+    )
     return Found(weights, dialect, base, _digest(path, files), names)
 
 
@@ -154,14 +157,14 @@ def _fitted(
     layouts, table = family.layouts(variant), family.table(variant)
     plugin = cast("Dialect", DIALECTS.load(dialect))
     adapter = plugin.read(files, layouts)
-    plain_pairs(adapter, "only low-rank pairs are added to a base, merged, or lowered in rank")
     names = _names(adapter.pairs, layouts, table)
     pairs = {ours: adapter.pairs[theirs] for ours, theirs in names.items()}
     faults = list(_faults(pairs, table))
     if faults:
         listed = "\n  ".join(faults)
         raise AdapterError(f"{len(faults)} of {len(pairs)} modules do not fit:\n  {listed}")
-    return AdapterWeights(pairs, adapter.rank, adapter.alpha), names
+    lengths = {ours: adapter.lengths[theirs] for ours, theirs in names.items() if adapter.lengths}
+    return AdapterWeights(pairs, adapter.rank, adapter.alpha, lengths), names
 
 
 def _names(modules: Iterable[str], layouts: Iterable[Layout], table: ShapeTable) -> dict[str, str]:

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from outsize.app.attached import require_adapter
 from outsize.app.encode import captions_of, scan_pictures
 from outsize.app.render import Pair, RenderSettings, Shot, render_pairs, settings_of
 from outsize.app.site import Site
 from outsize.app.tasks.protocol import numbered
-from outsize.app.trained import trained_checkpoint
 from outsize.base.files import folder_committed_to, write_json_atomically
 from outsize.runs.folder import RunFolder
 from outsize.sample.distances import Distance, distance, mean
@@ -36,7 +36,7 @@ def compare(site: Site, run: RunFolder) -> Comparison:
 
     Raises: RecipeError, before any model is opened, when the run has no adapter of this recipe.
     """
-    trained_checkpoint(site.recipe, run)
+    require_adapter(site, run)
     choice, settings = site.recipe.compare, settings_of(site)
     prompts = list(choice.prompts) or captions_of(scan_pictures(site))[:MAX_DEFAULT_PROMPTS]
     subject = [Shot(prompt, seed) for prompt in prompts for seed in choice.seeds]

@@ -12,11 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from outsize.app.attached import adapted, load_adapter_
+from outsize.app.attached import adapted, put_on_, require_adapter
 from outsize.app.encode import TextInputs, codec_part, encode_texts, text_inputs
 from outsize.app.parts import BASE
 from outsize.app.site import Site
-from outsize.app.trained import trained_checkpoint
 from outsize.base.files import write_json_atomically
 from outsize.data.encode import text_key
 from outsize.families.protocol import BaseFamily, ImageCodec
@@ -81,7 +80,7 @@ def render_pairs(
     """Each shot by the base alone and by the base with the run's adapter."""
     conditions = _conditions(site, [shot.prompt for shot in shots], settings)
     with adapted(site) as (model, adapter, _):
-        load_adapter_(site.recipe, run, adapter)
+        put_on_(site, run, adapter)
         with site.stages.stage("sample base"), adapter.disabled():
             before = sample_latents(site, model, shots, conditions, settings)
         with site.stages.stage("sample adapter"):
@@ -105,11 +104,11 @@ def render(
     Raises: RecipeError, before any model is opened, when the run has no adapter of this recipe.
     """
     if with_adapter:
-        trained_checkpoint(site.recipe, run)
+        require_adapter(site, run)
     conditions = _conditions(site, [shot.prompt for shot in shots], settings)
     with adapted(site) as (model, adapter, _):
         if with_adapter:
-            load_adapter_(site.recipe, run, adapter)
+            put_on_(site, run, adapter)
         with (
             nullcontext() if with_adapter else adapter.disabled(),
             site.stages.stage("sample adapter" if with_adapter else "sample base"),

@@ -36,6 +36,7 @@ from outsize.weights.reading import StoreReader
 
 if TYPE_CHECKING:
     from outsize.devices.protocol import Device
+    from outsize.dialects.protocol import AdapterWeights
     from outsize.plan.plan import Plan
     from outsize.recipes.recipe import Recipe
     from outsize.weights.store import Store
@@ -48,7 +49,7 @@ class Site:
     """One recipe on one machine.
 
     ram_bytes: budget of host memory for preparing. offline: ask nothing of the network. waypoints: of the way to the first
-    step.
+    step. worn: an adapter from files, which is sampled and compared in place of the run's own.
     """
 
     recipe: Recipe
@@ -59,6 +60,7 @@ class Site:
     ram_bytes: int = DEFAULT_RAM_BYTES
     offline: bool = False
     waypoints: Waypoints = field(default_factory=Waypoints)
+    worn: AdapterWeights | None = None
 
     _opened: dict[str, Store] = field(default_factory=dict, init=False)
 

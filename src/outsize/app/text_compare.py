@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from outsize.app.attached import require_adapter
 from outsize.app.tasks.protocol import Compared, Table, numbered
-from outsize.app.trained import trained_checkpoint
 from outsize.app.write import Scribe, Written, settings_of, write_with
 from outsize.base.files import folder_committed_to, write_atomically, write_json_atomically
 
@@ -25,7 +25,7 @@ def compare_texts(site: Site, run: RunFolder) -> Compared:
 
     Raises: RecipeError, before any model is opened, when the run has no adapter of this recipe.
     """
-    trained_checkpoint(site.recipe, run)
+    require_adapter(site, run)
     choice, scribe = site.recipe.compare, Scribe(site)
     prompts = [scribe.worded(one) for one in choice.prompts]
     prompts = prompts or scribe.beginnings(MAX_DEFAULT_PROMPTS)

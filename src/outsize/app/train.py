@@ -15,6 +15,7 @@ from outsize.app.meter import MemoryMeter, MeteredPlacement, StepMeter
 from outsize.app.models import Training
 from outsize.app.parts import BASE
 from outsize.app.site import Site
+from outsize.app.starting import begin_from_file_
 from outsize.app.tasks.protocol import Table, Task, task_of
 from outsize.app.trained import adapter_identity
 from outsize.base.errors import RecipeError
@@ -86,6 +87,7 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
     with adapted(site, training) as (model, adapter, initial):
         # now that all libraries are there
         site.journal.write("identity", recipe=recipe.digest(), **identity, **provenance())
+        begin_from_file_(site, run, adapter, initial)
         update = make_update(recipe, adapter, initial)
         adapter.shown = lambda: update.shown(recipe.checkpoints.weights)
         pace, measured = _Pace(site), task.watch(site, model, adapter, corpus)

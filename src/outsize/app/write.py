@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from outsize.app.attached import adapted, load_adapter_
+from outsize.app.attached import adapted, put_on_, require_adapter
 from outsize.app.parts import BASE
 from outsize.app.text_corpus import (
     Tokens,
@@ -22,7 +22,6 @@ from outsize.app.text_corpus import (
     open_tokens,
     packed,
 )
-from outsize.app.trained import trained_checkpoint
 from outsize.base.errors import RecipeError
 from outsize.data.templates import ChatTemplate
 from outsize.data.tokens import Tokenising
@@ -168,10 +167,10 @@ def write_with(
     Raises: RecipeError, before any model is opened, when the run has no adapter of this recipe.
     """
     if True in adapters:
-        trained_checkpoint(site.recipe, run)
+        require_adapter(site, run)
     with adapted(site) as (model, adapter, _):
         if True in adapters:
-            load_adapter_(site.recipe, run, adapter)
+            put_on_(site, run, adapter)
         for has_adapter in adapters:
             name = "sample adapter" if has_adapter else "sample base"
             with nullcontext() if has_adapter else adapter.disabled(), site.stages.stage(name):

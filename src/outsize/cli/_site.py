@@ -19,6 +19,7 @@ from outsize.base.waypoints import Waypoints
 if TYPE_CHECKING:
     from outsize.app.site import Site
     from outsize.devices.protocol import Device
+    from outsize.dialects.protocol import AdapterWeights
     from outsize.recipes.recipe import Recipe
     from outsize.runs.folder import RunFolder
 
@@ -96,6 +97,41 @@ def recipe_and_run(path: Path) -> tuple[Recipe, RunFolder]:
     recipe = load_recipe(path)
     check_names(recipe, origin=str(path))
     return recipe, RunFolder(recipe.run_folder())
+
+
+@dataclass(frozen=True, slots=True)
+class WornFiles:
+    """Adapters from files as one, and which they are: digest, dialect and weight of each."""
+
+    weights: AdapterWeights
+    told: list[dict[str, object]]
+
+
+def worn_by(recipe: Recipe, files: list[str] | None) -> WornFiles | None:
+    """The adapters that --adapter names, read and held to the recipe's base; None when it names none.
+
+    Raises: RecipeError for files that are not there; AdapterError for those that do not fit.
+    """
+    if not files:
+        return None
+    from outsize.app.adapter_files import parse_worn, read_adapter
+    from outsize.export.combine import combined
+
+    settle_threads()  # before torch reads the files
+    base = recipe.base
+    several = [parse_worn(text) for text in files]
+    found = [(read_adapter(one.path, base.family, base.variant), one.weight) for one in several]
+    told: list[dict[str, object]] = [
+        {"sha256": one.digest, "dialect": one.dialect, "weight": weight} for one, weight in found
+    ]
+    return WornFiles(combined([(one.weights, weight) for one, weight in found]), told)
+
+
+def wear(site: Site, worn: WornFiles | None) -> None:
+    """Put adapters from files in the place of the run's own."""
+    if worn is not None:
+        site.worn = worn.weights
+        site.journal.write("worn", adapters=worn.told)
 
 
 @contextmanager

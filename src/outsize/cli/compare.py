@@ -6,6 +6,7 @@ import typer
 
 from outsize.cli._site import (
     DEFAULT_RAM,
+    AdapterOption,
     DeviceOption,
     OfflineOption,
     RamOption,
@@ -13,6 +14,8 @@ from outsize.cli._site import (
     VramLimitOption,
     open_site,
     recipe_and_run,
+    wear,
+    worn_by,
 )
 from outsize.cli.report import refresh_report
 
@@ -25,6 +28,7 @@ def register(app: typer.Typer) -> None:
 def compare(
     run: RunArgument,
     *,
+    adapter: AdapterOption = None,
     ram: RamOption = DEFAULT_RAM,
     device: DeviceOption = None,
     vram_limit: VramLimitOption = None,
@@ -35,10 +39,13 @@ def compare(
     from outsize.app.trained import trained_checkpoint
 
     recipe, folder = recipe_and_run(run)
-    trained_checkpoint(recipe, folder)  # a run without one is told so at once
+    worn = worn_by(recipe, adapter)
+    if worn is None:
+        trained_checkpoint(recipe, folder)  # a run without one is told so at once
     with open_site(
         recipe, folder, ram=ram, device=device, offline=offline, vram_limit=vram_limit
     ) as site:
+        wear(site, worn)
         from outsize.cli._tables import print_stages, print_table
 
         made = task_of(recipe).compare(site, folder)

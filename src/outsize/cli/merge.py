@@ -13,6 +13,7 @@ from outsize.cli._site import (
     OfflineOption,
     RunArgument,
     recipe_and_run,
+    worn_by,
 )
 
 if TYPE_CHECKING:
@@ -91,18 +92,13 @@ def _format(recipe: Recipe, name: str) -> FormatChoice | None:
 def _weights(
     recipe: Recipe, run: RunFolder, files: list[str]
 ) -> tuple[AdapterWeights, dict[str, object]]:
-    from outsize.app.adapter_files import parse_worn, read_adapter
     from outsize.app.export import trained_adapter
-    from outsize.export.combine import combined
 
-    if not files:
-        trained = trained_adapter(recipe, run)
-        return trained.weights, {"adapter": trained.metadata}
-    several = [parse_worn(text) for text in files]
-    base = recipe.base
-    found = [(read_adapter(one.path, base.family, base.variant), one.weight) for one in several]
-    told = [{"sha256": one.digest, "weight": weight} for one, weight in found]
-    return combined([(one.weights, weight) for one, weight in found]), {"adapters": told}
+    worn = worn_by(recipe, files)
+    if worn is not None:
+        return worn.weights, {"adapters": worn.told}
+    trained = trained_adapter(recipe, run)
+    return trained.weights, {"adapter": trained.metadata}
 
 
 def _tell(made: Merged) -> None:

@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
+from outsize.base.errors import RecipeError
 from outsize.cli._site import (
     DEFAULT_RAM,
+    AdapterOption,
     DeviceOption,
     OfflineOption,
     RamOption,
@@ -15,6 +17,8 @@ from outsize.cli._site import (
     VramLimitOption,
     open_site,
     recipe_and_run,
+    wear,
+    worn_by,
 )
 
 
@@ -34,6 +38,7 @@ def sample(
     ],
     seed: Annotated[list[int] | None, typer.Option("--seed", help="Seeds; left out: 0.")] = None,
     base: Annotated[bool, typer.Option("--base", help="Leave the adapter out.")] = False,
+    adapter: AdapterOption = None,
     ram: RamOption = DEFAULT_RAM,
     device: DeviceOption = None,
     vram_limit: VramLimitOption = None,
@@ -44,11 +49,15 @@ def sample(
     from outsize.app.trained import trained_checkpoint
 
     recipe, folder = recipe_and_run(run)
-    if not base:
+    if base and adapter:
+        raise RecipeError("--base leaves every adapter out; name one or the other")
+    worn = worn_by(recipe, adapter)
+    if not base and worn is None:
         trained_checkpoint(recipe, folder)  # a run without one is told so at once
     with open_site(
         recipe, folder, ram=ram, device=device, offline=offline, vram_limit=vram_limit
     ) as site:
+        wear(site, worn)
         asks = [Ask(text, number) for text in prompt for number in seed or [0]]
         for one in task_of(recipe).sample(site, folder, asks, with_adapter=not base):
             if one.text is not None:

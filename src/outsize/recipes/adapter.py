@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from outsize.base.errors import RecipeError
 from outsize.base.table import Role, ShapeTable, TensorSpec
-from outsize.recipes.section import Added, AsTuple, Count, Section, Text
+from outsize.recipes.section import Added, AsTuple, Count, FilePath, Section, Text
 
 
 class RankRule(Section):
@@ -70,6 +70,12 @@ class AdapterChoice(Section):
     ranks: Annotated[tuple[RankRule, ...], AsTuple, Added()] = Field(
         default=(),
         description="Other ranks for some of them; the first rule that fits a linear is taken.",
+    )
+
+    start: Annotated[FilePath | None, Added()] = Field(
+        default=None,
+        description="Adapter to begin from, of this or another program: a .safetensors file or a PEFT folder, for exactly the "
+        "linears that are trained and of no higher rank; null: from nothing.",
     )
 
     @property

@@ -217,6 +217,7 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
         update={
             "base": recipe.base.model_copy(update=base),
             "data": _with_paths(recipe.data, absolute),
+            "adapter": _with_paths(recipe.adapter, absolute),
             "runs": absolute(recipe.runs),
             "cache": None if recipe.cache is None else absolute(recipe.cache),
         }

@@ -308,6 +308,16 @@ def _rate_of(draft: Draft, value: Any) -> Told:
     return "taken", "train.learning_rate, as it stands above train.lr"
 
 
+def _start(draft: Draft, value: Any) -> Told:
+    if not value:
+        return "no effect", "none"
+    draft.set("adapter.start", str(value))
+    return (
+        "taken",
+        "adapter.start; it must fit in every key, while there what does not is passed over",
+    )
+
+
 def _save_dtype(_draft: Draft, _value: Any) -> Told:
     return (
         "changed",
@@ -321,6 +331,7 @@ RULES: dict[str, Rule] = {
     "network.rank": _rank,
     "network.linear_alpha": _alpha,
     "network.transformer_only": _everywhere,
+    "network.pretrained_lora_path": _start,
     "save.dtype": _save_dtype,
     "save.save_every": took("checkpoints.every", kind=int),
     "save.max_step_saves_to_keep": took("checkpoints.keep", kind=int),
