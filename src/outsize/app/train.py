@@ -17,6 +17,7 @@ from outsize.app.parts import BASE
 from outsize.app.site import Site
 from outsize.app.starting import begin_from_file_
 from outsize.app.tasks.protocol import Table, Task, task_of
+from outsize.app.tracking import tracked
 from outsize.app.trained import adapter_identity
 from outsize.base.errors import RecipeError
 from outsize.base.files import write_json_atomically
@@ -60,7 +61,8 @@ def train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Tr
     run.set_state("preparing")
     trained = None
     try:
-        trained = _train(site, run, watch)
+        with tracked(site):
+            trained = _train(site, run, watch)
     finally:
         if trained is None:
             error = sys.exception()

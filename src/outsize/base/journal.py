@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+Follower = Callable[[dict[str, Any]], None]
 
 
 class Journal:
@@ -20,6 +23,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._start = time.monotonic()
+        self._followers: list[Follower] = []
         needs_newline = (
             path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
         )
@@ -36,6 +40,17 @@ class Journal:
         }
         self._file.write(json.dumps(line | values, ensure_ascii=False) + "\n")
         self._file.flush()
+        for follower in tuple(self._followers):
+            follower(line | values)
+
+    @contextmanager
+    def followed_by(self, follower: Follower) -> Iterator[None]:
+        """Within the block someone else is told each event as well, after it is written."""
+        self._followers.append(follower)
+        try:
+            yield
+        finally:
+            self._followers.remove(follower)
 
     def close(self) -> None:
         """Close the file; further writes are errors."""
