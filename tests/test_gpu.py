@@ -92,3 +92,22 @@ def test_a_reduced_model_trains_streamed_as_resident_bit_for_bit(
         values = adapter_of(run)
         assert all(torch.isfinite(one).all() for one in values.values())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["resident", "stream"])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_previews_change_no_bit_on_a_card(
+    models: dict[str, Path], tmp_path: Path, kind: str, *, compiles: bool
+) -> None:
+    """Compiled and recorded blocks, a codec opened beside them, an allocator that has seen other tensors."""
+    previews = {"every": 2, "steps": 2, "width": 96, "height": 32, "decode": "now"}
+    found = []
+    for name, asked in (("without", {}), ("with", previews)):
+        recipe = write_recipe(
+            tmp_path, model=models["flux2"], name=name, previews=asked,
+            train={"steps": 8, "compile": compiles}, placement={"kind": kind, "slots": 2},
+        )  # fmt: skip
+        _, run = train_here(recipe, DEVICE)
+        found.append(checkpoint_bytes(run))
+    assert found[0] == found[1]
+    assert len(list(run.previews.glob("*/grid.png"))) == 5
