@@ -20,6 +20,9 @@ from outsize.recipes.importers import (
     _ai_toolkit_job_model as job_model,
 )
 from outsize.recipes.importers import (
+    _ai_toolkit_job_network as job_network,
+)
+from outsize.recipes.importers import (
     _ai_toolkit_job_train as job_train,
 )
 from outsize.recipes.importers._file import as_yaml, read_values
@@ -142,7 +145,7 @@ def test_every_key_has_one_row_and_defaults_that_differ_have_theirs() -> None:
         assert row.how
 
 
-_KNOWN = sorted(_worded() | job_train.RULES | job_model.RULES | job_data.RULES)
+_KNOWN = sorted(_worded() | job_network.RULES | job_train.RULES | job_model.RULES | job_data.RULES)
 _VALUES = st.sampled_from(
     [None, False, True, 0, 1, 2, 0.5, 1.0, "", "x", "yes", "no", [], ["x"], {}]
 )

@@ -21,6 +21,9 @@ from outsize.recipes.importers import (
     _ai_toolkit_job_model as model,
 )
 from outsize.recipes.importers import (
+    _ai_toolkit_job_network as network,
+)
+from outsize.recipes.importers import (
     _ai_toolkit_job_train as train,
 )
 from outsize.recipes.importers._rows import (
@@ -105,7 +108,7 @@ class AiToolkitJob:
 
 def _in_order(draft: Draft, found: Mapping[str, Any]) -> list[Row]:
     """Sets first, since other keys speak of them; rows in the file's own order all the same."""
-    rules = _worded() | _TOP | train.RULES | data.RULES | model.RULES
+    rules = _worded() | _TOP | network.RULES | train.RULES | data.RULES | model.RULES
     of_sets = {where: one for where, one in found.items() if where.startswith("datasets")}
     of_laws = ["train.timestep_type", f"train.timestep_type{DEFAULT}"]
     first = {where: found[where] for where in of_laws if where in found}
@@ -215,7 +218,7 @@ def _base(found: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
 
 def _defaults(found: Mapping[str, Any]) -> dict[str, Any]:
     """What the file leaves out and ai-toolkit fills in otherwise than we would."""
-    defaults = {**train.DEFAULTS, **model.DEFAULTS}
+    defaults = {**network.DEFAULTS, **train.DEFAULTS, **model.DEFAULTS}
     if "network.rank" not in found:
         defaults["network.linear"] = 4
     if any(key.startswith("sample.") for key in found):
