@@ -35,7 +35,7 @@ RANKS = (
         "teaching",
     },
     {"layers", "adapters", "families", "data", "placement", "runs"},
-    {"plan", "train", "sample", "export"},
+    {"plan", "train", "sample", "export", "doctor"},
     {"app"},
     {"cli"},
 )
@@ -78,6 +78,8 @@ NAME_EXCEPTIONS = (
         "what is not packed; codecs, unless it says otherwise",
     ),
     ("plan/draft.py", "placement/*", "what a recipe gets that leaves the placement at auto"),
+    ("doctor/*", "devices/*", "libraries that torch is built with, whose versions it judges"),
+    ("doctor/*", "dialects/*", "packages of these names, whose versions it judges"),
     # defaults, each stated once, where the person who leaves the choice open will look
     ("recipes/recipe.py", "formats/nf4.py", "the default of a recipe that names no format"),
     ("app/tasks/*", "dialects/*", "what --to is when it is left out"),

@@ -150,7 +150,7 @@ def stated(
 def find_gpus() -> list[Gpu]:
     """The cards that the first answering vendor's tool lists."""
     for command, parse in _TOOLS:
-        output = _ask(command)
+        output = ask_tool(command)
         gpus = [] if output is None else parse(output)
         if gpus:
             return gpus
@@ -253,7 +253,7 @@ _TOOLS: tuple[tuple[list[str], Callable[[str], list[Gpu]]], ...] = (
 )
 
 
-def _ask(command: list[str]) -> str | None:
+def ask_tool(command: list[str]) -> str | None:
     """Standard output of a vendor's tool; None where it is not installed, fails or hangs."""
     path = shutil.which(command[0])
     if path is None:
