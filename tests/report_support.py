@@ -44,7 +44,7 @@ def write_session(
     journal.write(
         "identity", recipe="a1" * 32, numbers="b2" * 32, base="c3" * 20, manifest="d4" * 32,
         code="e5" * 32, version="0.1.0", computed_by="cuda", python="3.12.1", system="Linux",
-        libraries={"torch": "2.9.1"},
+        libraries={"torch": "2.9.1", **{f"library{n}": f"1.{n}.0" for n in range(40)}},
     )  # fmt: skip
     if resumed is not None:
         journal.write("resumed", step=resumed)
