@@ -545,7 +545,7 @@ def test_every_new_choice_about_pictures_changes_the_numbers() -> None:
         ("resolution: 9000", "data.resolution: found 9000, must be from 16 to 8192"),
         (
             "resolution: [512, 512]",
-            "data.resolution: found a list, must not name a resolution twice",
+            "data.resolution: found a list, must not name a resolution twice: ",
         ),
         ("resolution: [512, large]", "data.resolution: found a list, must be a whole number"),
         ("resolution: true", "data.resolution: found true, must be a whole number"),

@@ -6,7 +6,6 @@ What is encoded of them is encode.py's, what is told of them check.py's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 from outsize.app.tasks.protocol import Preview, Shown, Table
@@ -69,14 +68,17 @@ def count_pictures(recipe: Recipe) -> tuple[int, ...] | None:
         return None
 
 
-def missing_places(recipe: Recipe) -> list[Path]:
-    """Folders and manifests that the recipe names and that are not there."""
+def missing_places(recipe: Recipe) -> list[str]:
+    """Folders and manifests that the recipe names and that are not there, each with what it should be."""
     found = []
     for one in recipe.pictures.sets:
         is_table = one.folder.suffix.lower() in TABLES and one.folder.is_file()
-        found += [] if one.folder.is_dir() or is_table else [one.folder]
-        found += [] if one.manifest is None or one.manifest.is_file() else [one.manifest]
-        found += [] if one.masks is None or one.masks.is_dir() else [one.masks]
+        if not (one.folder.is_dir() or is_table):
+            found.append(f"no such folder of pictures: {one.folder}")
+        if one.manifest is not None and not one.manifest.is_file():
+            found.append(f"no such manifest: {one.manifest}")
+        if one.masks is not None and not one.masks.is_dir():
+            found.append(f"no such folder of masks: {one.masks}")
     return found
 
 

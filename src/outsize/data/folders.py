@@ -166,8 +166,10 @@ def _of_split(item: PictureSet, names: list[str], findings: Findings) -> list[st
 
 
 def _unreadable(error: Exception) -> str:
-    if isinstance(error, UnicodeDecodeError | OSError):
-        return f"the caption cannot be read as UTF-8: {error}"
+    if isinstance(error, OSError):
+        return f"the caption cannot be read: {error.strerror or error}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"the caption is not UTF-8 text ({error}); save it as UTF-8"
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON: {error.msg} at line {error.lineno}, character {error.colno}"
     return str(error)

@@ -146,4 +146,6 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except arrow.ArrowException as error:
-        raise SourceError(f"{path}: no table that can be read: {error}") from error
+        raise SourceError(
+            f"{path}: no table that can be read ({error}); download it again"
+        ) from error

@@ -53,11 +53,11 @@ def scan(
     if facts_file and scanning.new:
         add_facts(facts_file, scanning.new)
     if scanning.faults:
-        raise SourceError(_list_faults(scanning.faults))
+        raise SourceError(_list_faults(scanning.faults, leaves_out_broken=leaves_out_broken))
     pictures = tuple(scanning.pictures)
     if not pictures:
         scanning.faults += [f"{one.origin}: {one.reason}" for one in scanning.left_out]
-        raise SourceError(_list_faults(scanning.faults))
+        raise SourceError(_list_faults(scanning.faults, leaves_out_broken=leaves_out_broken))
     warnings = (*scanning.warnings, *_duplicates(pictures))
     return Manifest(tuple(sets), pictures, warnings, tuple(scanning.left_out))
 
@@ -194,7 +194,7 @@ class _Scan:
         if abs(ours - theirs) > _OF_ANOTHER_SHAPE * max(ours, theirs):
             raise SourceError(
                 f"its mask {one.mask} has {shape.width} x {shape.height} px, which is another shape than the picture's "
-                f"{look.width} x {look.height}"
+                f"{look.width} x {look.height}; make it of the same shape"
             )
         return Mask(one.mask, digest)
 
@@ -209,7 +209,13 @@ def _duplicates(pictures: Sequence[Picture]) -> Iterator[str]:
             yield f"the same picture {len(same)} times, it counts that often: {names}"
 
 
-def _list_faults(faults: Sequence[str]) -> str:
+_OR_LEAVE_OUT = "; `data.broken: leave_out` trains without pictures that cannot be read"
+
+
+def _list_faults(faults: Sequence[str], *, leaves_out_broken: bool) -> str:
     noun = "fault" if len(faults) == 1 else "faults"
     lines = "\n".join(f"  {fault}" for fault in faults)
-    return f"{len(faults)} {noun} in the pictures; nothing was started:\n{lines}"
+    return (
+        f"{len(faults)} {noun} in the pictures; nothing was started:\n{lines}\n"
+        f"Mend or remove what is named{'' if leaves_out_broken else _OR_LEAVE_OUT}."
+    )

@@ -36,8 +36,15 @@ def base_family(name: str) -> TrainedFamily:
     """
     family = FAMILIES.load(name)
     if not hasattr(family, "objective"):
-        raise RecipeError(f"{name!r} is a part of other models and cannot be trained by itself")
+        raise RecipeError(
+            f"{name!r} is a part of other models and cannot be trained by itself; there are {', '.join(_bases())}"
+        )
     return cast("TrainedFamily", family)
+
+
+def _bases() -> list[str]:
+    """Names of the families that can be trained."""
+    return [name for name in FAMILIES.names() if hasattr(FAMILIES.load(name), "objective")]
 
 
 class StatedOptimizer(Protocol):

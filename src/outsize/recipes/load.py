@@ -140,9 +140,12 @@ def _fault(tree: Tree, detail: ErrorDetails) -> Fault:
         meaning = _section_at(location[:-1]).model_fields[str(location[-1])].description
         return Fault(line, where, f"missing; {meaning}")
     if kind == "value_error":
-        return Fault(
-            line, where, f"found {_shown(detail['input'])}: {message.removeprefix('Value error, ')}"
-        )
+        said = message.removeprefix("Value error, ")
+        if isinstance(
+            detail["input"], dict | list | tuple
+        ):  # several values, which it names itself
+            return Fault(line, where, said)
+        return Fault(line, where, f"found {_shown(detail['input'])}: {said}")
     return Fault(line, where, f"found {_shown(detail['input'])}, {_demand(location, detail)}")
 
 

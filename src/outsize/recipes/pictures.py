@@ -27,8 +27,12 @@ def _sides(value: object) -> object:
             raise PydanticCustomError(
                 "side", f"Input should be from {_SMALLEST} to {_LARGEST}, each of them"
             )
-    if len(set(sides)) < len(sides):
-        raise PydanticCustomError("same_side", "must not name a resolution twice")
+    twice = {str(side) for side in sides if sides.count(side) > 1}
+    if twice:
+        named = ", ".join(sorted(twice))
+        raise PydanticCustomError(
+            "same_side", "must not name a resolution twice: {named}", {"named": named}
+        )
     return tuple(sorted(sides)) if len(sides) > 1 else sides[0]
 
 

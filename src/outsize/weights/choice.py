@@ -174,7 +174,9 @@ def _complete_set(shards: Sequence[re.Match[str]], where: str) -> tuple[str, ...
         if number not in there
     ]
     if missing:
-        raise SourceError(f"{where} lacks {len(missing)} of {int(count)} shards: {_few(missing)}")
+        raise SourceError(
+            f"{where} lacks {len(missing)} of {int(count)} shards: {_few(missing)}; download what is missing"
+        )
     return tuple(sorted(match.group() for match in shards))
 
 

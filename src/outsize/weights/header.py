@@ -134,7 +134,7 @@ def _read_raw(file: Path) -> tuple[int, bytes]:
             if length > MAX_HEADER_BYTES:
                 raise SourceError(
                     f"{file} states a header of {length} bytes, more than the {MAX_HEADER_BYTES} allowed; "
-                    "it is not a safetensors file, or it is torn"
+                    "it is not a safetensors file, or it is torn: download it again"
                 )
             if LENGTH_BYTES + length > size:
                 raise SourceError(

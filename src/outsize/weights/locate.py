@@ -114,5 +114,7 @@ def _from_file(path: Path) -> tuple[Path, ...]:
     if path.suffix == GGUF_END:
         raise SourceError(refusal(str(path), "GGUF"))
     if path.suffix != ".safetensors":
-        raise SourceError(f"{path} is no safetensors file")
+        raise SourceError(
+            f"{path} is no safetensors file; name one, its index, or the folder that holds them"
+        )
     return (path,)

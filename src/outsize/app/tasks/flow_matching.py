@@ -77,11 +77,9 @@ class PictureTask:
         """
         from outsize.app.pictures import missing_places
 
-        missing = ", ".join(map(str, missing_places(recipe)))
+        missing = ", ".join(missing_places(recipe))
         if missing:
-            raise SourceError(
-                f"no such folder of pictures: {missing}; put pictures there, or correct data.sets in the recipe"
-            )
+            raise SourceError(f"{missing}; put it there, or correct data.sets in the recipe")
 
     def preview(
         self, recipe: Recipe, num_samples: int, *, offline: bool, progress: Progress
