@@ -114,7 +114,8 @@ def merge(out: Path) -> dict[str, Any]:
 
 def _run(asked: argparse.Namespace, seed: int, arithmetic: str) -> None:
     """One demo and its held-out loss."""
-    from outsize.app.demo import run_demo, to_json
+    from outsize.app.demo import run_demo
+    from outsize.app.demo_result import to_json
     from outsize.base.progress import Silent
     from outsize.devices.protocol import open_device
 

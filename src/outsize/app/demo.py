@@ -19,6 +19,7 @@ import yaml
 from PIL import Image
 
 from outsize import teaching
+from outsize.app.demo_result import DemoResult, Scores, to_json
 from outsize.app.planning import plan_here
 from outsize.app.render import Pair, Shot, render_pairs, settings_of
 from outsize.app.report.page import write_report
@@ -37,25 +38,6 @@ NUM_COLUMNS = 8  # of the grid; taken at even distances, never by eye
 _HEADER = """\
 # Written by `outsize demo`: the recipe of the demo, like any other. `outsize train` and `outsize compare` take it.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Shares of generations, 0..1: those that are cats, and those of other subjects that are recognised."""
-
-    base: float
-    adapter: float
-    control_before: float
-    control_after: float
-
-
-@dataclass(frozen=True, slots=True)
-class DemoResult:
-    """What the demo made. seconds: by phase, and "total"."""
-
-    seconds: dict[str, float]
-    scores: Scores
-    paths: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,21 +114,6 @@ def run_demo(
         write_json_atomically(run.path / "demo.json", to_json(result))
         write_report(run)
     return result
-
-
-def to_json(result: DemoResult) -> dict[str, Any]:
-    """The object that `outsize demo --json` prints last."""
-    scores = result.scores
-    return {
-        "seconds": result.seconds,
-        "scores": {
-            "base": scores.base,
-            "adapter": scores.adapter,
-            "control_before": scores.control_before,
-            "control_after": scores.control_after,
-        },
-        "paths": result.paths,
-    }
 
 
 def _prompts(kind: str) -> list[_Prompt]:

@@ -36,7 +36,7 @@ def compare_texts(site: Site, run: RunFolder) -> Compared:
     num_subject = len(prompts) * len(choice.seeds)
     folder = numbered(run.path / "compare")
     with folder_committed_to(folder) as written:
-        page = _page(site, pairs[:num_subject], pairs[num_subject:])
+        page = page_of(site, pairs[:num_subject], pairs[num_subject:])
         write_atomically(written / PAGE, page.encode())
         rows = [_row(before, after) for before, after in pairs]
         values = {"settings": asdict(settings_of(site)), "texts": rows}
@@ -86,11 +86,12 @@ def _short(text: str) -> str:
     return line if len(line) <= _CELL else f"{line[: _CELL - 3]}..."
 
 
-def _page(
+def page_of(
     site: Site,
     subject: Sequence[tuple[Written, Written]],
     control: Sequence[tuple[Written, Written]],
 ) -> str:
+    """Texts by base and adapter, for people."""
     recipe = site.recipe
     lines = [f"# {recipe.name}: {recipe.base.family} {recipe.base.variant}", ""]
     for title, pairs in (("Prompts", subject), ("Controls", control)):
