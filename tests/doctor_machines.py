@@ -10,6 +10,7 @@ PACKAGES: dict[str, str | None] = {
     "diffusers": "0.42.1",
     "transformers": "5.24.0",
     "peft": "0.21.2",
+    "safetensors": "0.8.0",
 }
 
 H200_LINUX = Facts(

@@ -55,8 +55,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def measure_rates(device: Device, folder: Path) -> Iterator[Rate]:
-    """Rates one by one as (name, value, unit); folder: whose disk is measured.
+def measure_rates(device: Device, folder: Path, *, with_imports: bool = True) -> Iterator[Rate]:
+    """Rates one by one as (name, value, unit); folder: whose disk is measured. with_imports: how long libraries load too.
 
     Names are those of devices/_rates.py, "matmul_flops.NAME" for products of one arithmetic, and some that only this
     report has.
@@ -66,7 +66,8 @@ def measure_rates(device: Device, folder: Path) -> Iterator[Rate]:
     yield from _compute_rates(device)
     yield from _host_rates(device)
     yield from _disk_rates(folder)
-    yield "import_s", _import_s(), "s"
+    if with_imports:
+        yield "import_s", _import_s(), "s"
 
 
 def keep_rates(measured: dict[str, float], device_name: str) -> None:
