@@ -2,6 +2,7 @@
 
 import sys
 import time
+import uuid
 
 import psutil
 
@@ -39,13 +40,14 @@ def test_a_hang_and_a_death_take_nothing_with_them() -> None:
 
 def test_what_a_child_has_started_ends_with_it() -> None:
     """A compiler that a hanging call has started must not go on."""
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-c", "import time; time.sleep(30)", mark]
     calls = [Call("hangs", "subprocess:check_call", [command], timeout_s=2.0)]
     assert [one.end for one in run_calls(calls)] == ["hung"]
     deadline = time.monotonic() + 5
-    while _children() and time.monotonic() < deadline:
+    while _marked(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _children()
+    assert not _marked(mark)
 
 
 def test_what_a_dying_child_said_is_kept() -> None:
@@ -53,6 +55,16 @@ def test_what_a_dying_child_said_is_kept() -> None:
     (outcome,) = run_calls(calls)
     assert outcome.end == "died"
     assert "Fatal Python error" in outcome.said
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes with that argument, whoever their parent is by now."""
+    found = psutil.process_iter(["cmdline", "status"])
+    return [
+        one.pid
+        for one in found
+        if mark in (one.info["cmdline"] or ()) and one.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 def _children() -> list[psutil.Process]:
