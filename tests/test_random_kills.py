@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kill_support import Context
 
 STEPS = 8
+# A kill takes five seconds, nearly all of them a start; fifty at least once for every release.
+NUM_KILLS = int(os.environ.get("OUTSIZE_KILLS", "12"))
 CHANGES: dict[str, Any] = {
     "train": {
         "steps": STEPS, "batch": 2, "accumulate": 2, "ema": 0.9, "learning_rate": 1e-2, "seed": 5,
@@ -63,7 +65,7 @@ def step_of(run: RunFolder) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_kills", [50])
+@pytest.mark.parametrize("num_kills", [NUM_KILLS])
 def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one_with_everything_on(
     processes: Context, tmp_path: Path, num_kills: int
 ) -> None:
