@@ -30,12 +30,14 @@ def test_only_the_likeliest_that_make_up_top_p_are_drawn(
     """The smallest set whose probability reaches top_p, counted here one by one; never none."""
     weights = [math.exp(float(torch.tensor(one)) / temperature) for one in logits]
     order = sorted(range(len(logits)), key=lambda i: -weights[i])
-    allowed, total = set(), 0.0
+    total, least = 0.0, 0.0
     for i in order:
-        allowed.add(i)
+        least = weights[i]
         total += weights[i] / sum(weights)
         if total >= top_p + 1e-9:
             break
+    # of tokens as likely as the last of them any may stand for it
+    allowed = {i for i, weight in enumerate(weights) if weight >= least * (1 - 1e-6)}
     assert set(drawn(logits, 20, temperature=temperature, top_p=top_p)) <= allowed
 
 
