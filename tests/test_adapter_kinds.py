@@ -155,7 +155,9 @@ def test_a_dora_file_is_not_taken_for_low_rank_pairs(
     for dialect in ("peft", "diffusers"):
         folder = tmp_path / dialect
         folder.mkdir()
-        with pytest.raises(AdapterError, match="also learned the lengths of .* can only be worn, merged"):
+        with pytest.raises(
+            AdapterError, match=r"also learned the lengths of .* can only be worn, merged"
+        ):
             read_adapter(exported(weights, base, dialect, folder), "flux2", "tiny")
 
 
