@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 import torch
 from run_support import command, environment, write_recipe
 
+from outsize.app._bench_batches import RandomBatches, RandomTexts
 from outsize.app._bench_cases import case_recipes
 from outsize.app._bench_steps import Timing
-from outsize.app._bench_weights import RandomBatches, RandomWeights, packets_of
+from outsize.app._bench_weights import RandomWeights, packets_of
 from outsize.app.bench import Bench
 from outsize.app.meter import MeteredPlacement
 from outsize.app.parts import BASE, parts_of
@@ -58,13 +60,14 @@ class Said:
 
 @dataclass(frozen=True)
 class Ways:
-    """Four ways to call the command, in one folder."""
+    """Five ways to call the command, in one folder."""
 
     home: Path
     mistakes: list[Said]
     combined: Said
     lines: Said
     rates: Said
+    texts: Said
 
     @property
     def written(self) -> dict[str, Any]:
@@ -90,7 +93,12 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Ways:
         "--set", "placement.pageable_bytes=0B", "--json", "-",
     ]  # fmt: skip
     rates = ["--rates", "--cache", home / "disk", "--json", home / "measured.json"]
-    asked = [*(one for one, _, _ in MISTAKES), combined, lines, rates]
+    texts = [
+        "gemma4.tiny", *few, "--window", "32", "--window", "64", "--rank", "4", "--placement", "stream",
+        "--set", "train.batch=2", "--set", "placement.vocabulary_on_host=true",
+        "--set", "data.pack=true", "--set", "data.pack=false", "--cache", home / "texts", "--json", "-",
+    ]  # fmt: skip
+    asked = [*(one for one, _, _ in MISTAKES), combined, lines, rates, texts]
     done = subprocess.run(
         [command()[0], "-c", SEVERAL, json.dumps([list(map(str, one)) for one in asked])],
         capture_output=True,
@@ -99,8 +107,10 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Ways:
         env=environment() | {"XDG_CACHE_HOME": str(home), "LOCALAPPDATA": str(home)},
     )
     assert done.returncode == 0, done.stderr
-    *mistakes, one, two, three = [Said(*json.loads(line)) for line in done.stdout.splitlines()]
-    return Ways(home, mistakes, one, two, three)
+    *mistakes, one, two, three, four = [
+        Said(*json.loads(line)) for line in done.stdout.splitlines()
+    ]
+    return Ways(home, mistakes, one, two, three, four)
 
 
 def test_every_combination_is_one_case_with_its_own_row(ways: Ways) -> None:
@@ -145,6 +155,23 @@ def test_placement_changes_no_number(ways: Ways) -> None:
     first, third = written["cases"][0]["measured"], written["cases"][2]["measured"]
     assert first["losses"] == third["losses"]
     assert len(set(first["losses"])) > 1
+
+
+def test_text_is_timed_by_the_tokens_of_its_rows(ways: Ways) -> None:
+    assert ways.texts.code == 0, ways.texts.err
+    cases = [json.loads(line) for line in ways.texts.out.splitlines()]
+    assert [(one["shape"], one["window"]) for one in cases] == [
+        ("32 tokens", 32), ("64 tokens", 64), ("32 tokens", 32), ("64 tokens", 64),
+    ]  # fmt: skip
+    for case in cases:
+        measured = case["measured"]
+        assert measured["tokens_per_s"] == pytest.approx(
+            2 * case["window"] / measured["step_s"], rel=1e-3
+        )
+        # logits of random weights have a deviation of about one
+        assert 0.5 * math.log(640) < measured["losses"][0] < 2 * math.log(640)
+    packed, alone = (one["measured"]["losses"] for one in cases[::2])
+    assert packed != alone
 
 
 def test_lines_go_to_standard_output_and_rows_elsewhere(ways: Ways) -> None:
@@ -222,6 +249,37 @@ def test_batches_are_a_function_of_step_and_place() -> None:
     assert torch.equal(one.batch(1, 0).latents_BCHW, other.batch(1, 0).latents_BCHW)
     assert not torch.equal(one.batch(1, 0).latents_BCHW, one.batch(1, 1).latents_BCHW)
     assert one.batch(0, 0).latents_BCHW.shape[0] == 3
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_random_rows_are_what_a_corpus_gives(*, is_packed: bool) -> None:
+    """Positions from 0 in each document, labels of the next token but over no boundary; several documents when packed."""
+    fixed = {"data.window": 256, "data.pack": is_packed, "train.batch": 2, "train.accumulate": 2}
+    (recipe,) = case_recipes("qwen3_5.tiny", fixed, {})
+    one, other = RandomTexts(recipe), RandomTexts(recipe)
+    batch = one.batch(1, 0)
+    assert torch.equal(batch.input_ids, other.batch(1, 0).input_ids)
+    assert not torch.equal(batch.input_ids, one.batch(1, 1).input_ids)
+    assert int(batch.segments.max()) > 2 if is_packed else int(batch.segments.max()) == 0
+    for row in range(2):
+        for number in range(int(batch.segments[row].max()) + 1):
+            own = batch.segments[row] == number
+            count = int(own.sum())
+            assert batch.position_ids[row, own].tolist() == list(range(count))
+            expected = [*batch.input_ids[row, own].tolist()[1:], -100]
+            assert batch.labels[row, own].tolist() == expected
+    trained = [int((one.batch(1, place).labels >= 0).sum()) for place in range(2)]
+    assert one.num_trained(1) == sum(trained)
+
+
+def test_random_layers_have_a_factor_of_one() -> None:
+    """Gemma multiplies each layer's output by a number of its own: with 0 all that follows would be 0."""
+    part = parts_of(case_recipes("gemma4.tiny", {}, {})[0])[BASE]
+    packet = packets_of(part)[0]
+    buffer = RandomWeights(part, torch.device("cpu")).packet(packet)
+    (name,) = (one for one in packet.tensors() if one.endswith("layer_scalar"))
+    (entry,) = packet.parts(name).values()
+    assert view(entry, buffer).float().tolist() == [1.0]
 
 
 def test_a_model_is_used_again_only_where_nothing_but_pictures_differ(tmp_path: Path) -> None:

@@ -120,6 +120,24 @@ def test_bf16_inputs_are_rounded_once_as_upstream_rounds_them() -> None:
     assert (out == expected).double().mean() > 0.99
 
 
+@pytest.mark.parametrize(("spread", "bound"), [(None, 1e-2), (0.05, 5e-2)])
+def test_factors_rounded_to_bf16_cost_what_rounding_does(
+    spread: float | None, bound: float
+) -> None:
+    """As on cards: 2^-9 for each of some factors. Keys that are nearly one (cosine 0.997), without decay, cost most."""
+    inputs = drawn(500, decay=1e-3 if spread else 1.0)
+    if spread:
+        with torch.no_grad():
+            inputs[1].copy_(inputs[1][:, :1] + spread * inputs[1])
+    wide = [one.detach().float().requires_grad_() for one in inputs]
+    truth = with_gradients(gated_delta_rule(*inputs), inputs)
+    out = gated_delta_rule(*wide, operands=torch.bfloat16)
+    got = with_gradients(out, wide)
+    assert_close(got, truth, bound)
+    with pytest.raises(AssertionError):  # and it was rounded indeed
+        assert_close(got, truth, 1e-4)
+
+
 @pytest.mark.usefixtures("in_float64")
 def test_queries_and_keys_may_come_normalised() -> None:
     inputs = drawn(40)

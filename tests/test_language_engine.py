@@ -21,6 +21,7 @@ from language_support import (
 )
 from torch import Tensor
 
+from outsize.families._language import vectors_from_host
 from outsize.layers.compiled import BlockCompiler
 
 LONG = 40  # several windows of the tiny Gemma
@@ -153,6 +154,19 @@ def test_a_row_of_one_document_runs_without_a_mask(
         calls.clear()
         logits_of(base, model.module, rows([[4, 4]]))
         assert calls == [(False, False) for _ in kinds]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vectors_of_a_table_in_host_memory_are_the_tables(
+    bases: dict[str, TinyBase], name: str, dtype: torch.dtype
+) -> None:
+    """Bit for bit, scaled where a family scales them (Gemma's by 8 here)."""
+    table = bases[name].upstream().get_submodule("model.embed_tokens").to(dtype)
+    ids = torch.tensor([[5, 639, 5], [0, 17, 2]])
+    found = vectors_from_host(table, ids, torch.device("cpu"))
+    assert torch.equal(found, table(ids))
+    assert torch.equal(found, table.weight[ids] * (8 if name == "gemma4" else 1))
 
 
 @pytest.mark.parametrize("name", NAMES)

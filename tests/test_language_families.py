@@ -221,9 +221,9 @@ def test_a_mask_is_made_only_where_the_causal_flag_says_too_little() -> None:
     device = torch.device("cpu")
     one, padded = torch.tensor([[0, 0, 0]]), torch.tensor([[0, 0, -1]])
     for segments in (None, one, padded, torch.tensor([[2, 2, 2]])):
-        assert several_documents(segments, device) is None
+        assert several_documents(segments) is None
     for rows in ([[0, 0, 1]], [[0, -1, 1]], [[-1, 0, 0]], [[0, 0, 0], [0, 1, 1]]):
-        assert several_documents(torch.tensor(rows), device) is not None
+        assert several_documents(torch.tensor(rows)) is not None
     assert attention_mask(None, 3, 3, device) is None
     assert attention_mask(None, 3, None, device) is None
     windowed = attention_mask(None, 3, 2, device)

@@ -17,7 +17,8 @@ from living_bytes import LivingBytes
 from torch import Tensor
 
 from outsize.objectives._head_tiles import HeadTiles
-from outsize.objectives._tiles import gives_fp32, tiled_cross_entropy, token_losses
+from outsize.objectives._products import gives_fp32
+from outsize.objectives._tiles import tiled_cross_entropy, token_losses
 from outsize.objectives.protocol import OBJECTIVES, Nats, OutputHead
 
 TINY_TILES = 4096

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outsize.devices._profile import MachineProfile, read_machine, stated
+from outsize.families import _attention as attention
+from outsize.families import _gated_delta as delta
+from outsize.families import _tiled_attention as tiled
 from outsize.families.protocol import FAMILIES
 from outsize.objectives.next_token import NextToken
 from outsize.plan.plan import Plan
@@ -65,7 +69,8 @@ def test_what_a_step_holds_follows_from_window_width_and_vocabulary(
         assert found["hidden states"] == 4 * window * width * 2
         assert found["batch"] == window * (3 * 8 + 4)
         assert found["logits"] <= next_token.TILE_BYTES + 12 * width * 2048
-    assert items(long)["attention masks"] == pytest.approx(16 * items(short)["attention masks"])
+        assert "attention masks" not in found
+        assert ("attention scores" in found) == (family == "gemma4")
     cache = sum(kind.cache_elements(4096 + 200) for kind in plugin.layer_kinds(variant))
     assert items(long, "sample")["keys and values"] == 2 * cache
     assert ("recurrent states" in items(long)) == (family == "qwen3_5")
@@ -77,13 +82,36 @@ def test_a_tile_is_as_large_as_the_objective_makes_it() -> None:
     assert NextToken().tile_bytes == next_token.TILE_BYTES
 
 
-def test_documents_that_do_not_share_rows_need_no_mask() -> None:
-    """Full attention is then a flag; Gemma's windows still need one where they are shorter than a row."""
+def test_only_a_processor_is_given_masks() -> None:
+    """There full attention of one document is a flag, and windows need a mask where they are shorter than a row."""
     alone = {"data": {"pack": False, "window": 2048}}
-    assert "attention masks" not in items(
-        make_plan(recipe("mistral3", "small-24b", **alone), machine(141))
-    )
-    assert "attention masks" in items(make_plan(recipe(**alone), machine(141)))
+    here = replace(machine(0), vram_bytes=None)
+    found = [
+        items(make_plan(recipe(*base, **options), here)).get("attention masks", 0)
+        for base, options in (
+            (("mistral3", "small-24b"), alone),
+            (("mistral3", "small-24b"), {}),
+            (("gemma4", "31b"), alone),
+            (("gemma4", "31b"), {}),
+        )
+    ]
+    pairs = 2048**2
+    # a byte each as they are made, and one in fp32 as kernels take it
+    assert found == [0, (1 + 4) * pairs, (1 + 4) * pairs, (2 + 4) * pairs]
+
+
+def test_scores_of_wide_heads_are_counted_by_tiles() -> None:
+    """Gemma's full layers, 32 heads: an eighth of the queries with all keys, fp32; from some length on a tile is full."""
+    found = [
+        items(make_plan(recipe(data={"window": window}), machine(141)))["attention scores"]
+        for window in (1024, 2048, 8192)
+    ]
+    one = 4 * 32 * 128 * 1024
+    assert found == [3 * one, 3 * 4 * one, 3 * (256 << 20)]
+    assert next_token.SCORE_BYTES == tiled.TILE_BYTES
+    assert next_token.QUERY_TILES == tiled._PART
+    assert next_token.WIDEST_FLASH_HEAD == attention._WIDEST
+    assert next_token.PASS_BYTES == delta.PASS_BYTES
 
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)

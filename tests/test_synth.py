@@ -139,6 +139,14 @@ def test_diffusers_reads_it_as_its_own(tmp_path: Path) -> None:
     assert bool((codec.bn.running_var == 1).all())
 
 
+def test_factors_of_whole_layers_are_one(tmp_path: Path) -> None:
+    """Gemma has one for each layer; with 0 nothing of a model would be left."""
+    stored = tensors_in(write(tmp_path / "x", "gemma4.tiny"))
+    factors = [value for name, value in stored.items() if name.endswith("layer_scalar")]
+    assert len(factors) == 4
+    assert all(bool((value == 1).all()) for value in factors)
+
+
 def test_values_are_those_of_the_seed_whatever_shards_and_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outsize.base.errors import RecipeError
-from outsize.plan.names import check_variant
+from outsize.plan.names import TASKS, check_variant
 from outsize.recipes.load import load_recipe, recipe_from_json
 
 if TYPE_CHECKING:
+    from outsize.plan.tasks.protocol import PlanTask
     from outsize.recipes.recipe import Recipe
 
-NO_FILES = "synthetic"  # stands where a recipe names weights or pictures that nobody opens
+NO_FILES = "synthetic"  # stands where a recipe names weights that nobody opens
 
 
 def case_recipes(
@@ -51,11 +52,11 @@ def _base_values(target: str) -> dict[str, Any]:
         raise RecipeError(
             f"{target!r} is neither a recipe file nor FAMILY.VARIANT; write a path, or a name as in 'flux2.dev'"
         )
-    check_variant(family, variant)
+    task: PlanTask = TASKS.load(check_variant(family, variant).objective)
     return {
         "name": "bench",
         "base": {"family": family, "variant": variant, "source": NO_FILES},
-        "data": {"resolution": 512, "sets": [{"folder": NO_FILES, "default_caption": "none"}]},
+        "data": dict(task.synthetic),
     }
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outsize.adapters.health import WATCHED_UPDATES
-from outsize.app._bench_weights import RandomBatches
-from outsize.app.losses import Losses
+from outsize.app.tasks.protocol import task_of
 from outsize.app.train import loop_settings
 from outsize.base.journal import Journal
 from outsize.runs.folder import RunFolder
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from outsize.layers.model import FrozenModel
     from outsize.plan.plan import Plan
     from outsize.recipes.recipe import Recipe
+    from outsize.train.loop import MicroBatches
     from outsize.train.update import Update
 
 _METERED_STEPS = 2
@@ -115,7 +115,7 @@ class CaseRun:
                 update=self._loaded.update,
                 begin_step=lambda: self._loaded.model.begin("train"),
                 losses=self._micro_batches(),
-                names_of=lambda step: [f"the random pictures of step {step}"],
+                names_of=lambda step: [f"the random batches of step {step}"],
                 requests=Requests(run),
                 journal=journal,
                 checkpoints=run.checkpoints,
@@ -154,9 +154,10 @@ class CaseRun:
             losses=tuple(self._losses),
         )
 
-    def _micro_batches(self) -> Losses:
-        batches = RandomBatches(self._recipe, self._device)
-        return Losses(self._recipe, self._device, self._loaded.model, batches)
+    def _micro_batches(self) -> MicroBatches:
+        task = task_of(self._recipe)
+        batches = task.random_batches(self._recipe, self._device)
+        return task.losses(self._recipe, self._device, self._loaded.model, batches)
 
     def _watch(self, report: StepReport) -> None:
         """After every step: wait, take the time, and go to the next kind of step."""

@@ -1,4 +1,4 @@
-"""Weights and batches for measuring where there are no files: random, but as sane as real ones.
+"""Weights for measuring where there are no files: random, but as sane as real ones.
 
 Matrices are normal with the deviation 1 / sqrt(columns), so that activations keep their size through the blocks; scales
 of norms are one, the rest of the vectors zero. A packed matrix is encoded by its format from a few random rows, which
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outsize.base.files import json_digest
 from outsize.base.table import TensorSpec
-from outsize.data.batches import Batch
 from outsize.families.protocol import FAMILIES, BaseFamily, ImageCodec
 from outsize.placement.protocol import Read
 from outsize.weights.packet import Packet, plan_packet, view
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
     from outsize.devices.protocol import Device
     from outsize.layers.model import FrozenModel
     from outsize.plan.pools import Holding
-    from outsize.recipes.recipe import Recipe
 
 _ENCODED_ROWS = 256  # of a matrix; the others repeat them
-_NUM_BATCHES = 4  # different ones, used in turn
 SEED = 7
 
 
@@ -92,14 +89,21 @@ class RandomWeights:
         return drawn.mul_(deviation)
 
 
-def fill_(model: FrozenModel, part: Part, device: Device) -> None:
+def fill_(model: FrozenModel, part: Part, device: Device, *, has_outside_on_host: bool) -> None:
     """Give a model random weights, in the order in which a store is loaded.
 
+    has_outside_on_host: what lies outside the blocks is read from (pinned) host memory, as after loading.
     Memory on the device, until it returns: what lies outside the blocks once more, then one packet of each shape.
     """
     weights = RandomWeights(part, device.torch_device)
     rest = packets_of(part)[None]
-    model.load_small_(None, rest, weights.packet(rest))
+    if has_outside_on_host:
+        kept = device.host_buffer(rest.num_bytes)
+        kept.tensor[: rest.num_bytes].copy_(weights.packet(rest))
+        model.load_small_(None, rest, kept.tensor[: rest.num_bytes], is_given=True)
+        model.keep_until_closed(kept)
+    else:
+        model.load_small_(None, rest, weights.packet(rest))
     weights.forget()
     for block, packet in enumerate(model.packets):
         filled = weights.packet(packet)
@@ -142,33 +146,6 @@ def _random_store(part: Part, blocks: Sequence[int], device: Device, cache: Path
                 for entry in packet.entries:
                     file.append(entry, view(entry, filled))
         return writer.finish(key, provenance)
-
-
-class RandomBatches:
-    """Latents and embeddings of a recipe's shapes, a function of step and place."""
-
-    def __init__(self, recipe: Recipe, device: Device) -> None:
-        base = cast("BaseFamily", FAMILIES.load(recipe.base.family))
-        variant, batch = recipe.base.variant, recipe.train.batch
-        latent = latent_shape(base, variant, recipe.pictures.largest)
-        generator = torch.Generator().manual_seed(SEED)
-        self._accumulate = recipe.train.accumulate
-        self._batches = [
-            Batch(
-                latents_BCHW=torch.randn((batch, *latent), generator=generator),
-                conditions={
-                    name: torch.randn((batch, *shape), generator=generator).to(device.compute_dtype)
-                    for name, shape in base.condition_shapes(variant).items()
-                },
-                loss_weight_B=torch.ones(batch),
-                seeds=tuple(range(number * batch, (number + 1) * batch)),
-            )
-            for number in range(_NUM_BATCHES)
-        ]
-
-    def batch(self, step: int, place: int) -> Batch:
-        """One of a few batches that are kept ready, as a corpus keeps its last ones."""
-        return self._batches[(step * self._accumulate + place) % len(self._batches)]
 
 
 def latent_shape(base: BaseFamily, variant: str, side: int) -> tuple[int, int, int]:

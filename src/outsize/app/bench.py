@@ -1,6 +1,6 @@
-"""Measure training steps: the product's own loop, model, placement, adapter and update, with random weights and pictures.
+"""Measure training steps: the product's own loop, model, placement, adapter and update, with random weights and batches.
 
-What is not the product's: weights and batches come from `_bench_weights.py`, nothing is saved, and the device is waited
+What is not the product's: weights and batches come from `_bench_weights.py` and `_bench_batches.py`, nothing is saved, and the device is waited
 for after every step, so that each step has its own time. The first steps are apart: the first compiles and fills caches,
 a few more look at every gradient (adapters/health.py). Then come the timed ones, whose median counts, and, where blocks
 are copied, two more with a stopwatch around every wait for a copy (`meter.py`).
@@ -24,14 +24,16 @@ from outsize.app._bench_steps import CaseRun, Loaded, Steps, Timing
 from outsize.app._bench_weights import disk_reader, fill_, packets_of
 from outsize.app.attached import attach_adapter, make_update
 from outsize.app.meter import MeteredPlacement
-from outsize.app.models import Training, build_model, place
+from outsize.app.models import Training, build_model, place, vocabulary_on_host
 from outsize.app.parts import BASE, parts_of
 from outsize.plan.compare import planned_bytes
+from outsize.plan.names import TASKS, base_family
 from outsize.weights.budget import MemoryWatch, trim_heap
 
 if TYPE_CHECKING:
     from outsize.devices.protocol import Device
     from outsize.plan.plan import Plan
+    from outsize.plan.tasks.protocol import PlanTask
     from outsize.recipes.recipe import Recipe
 
 _NOTHING_BUT = ("data",)  # sections of a recipe that may differ between cases that use one model
@@ -49,10 +51,12 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """The case as JSON values."""
         recipe, chosen = self.recipe, self.plan.to_json()
+        task: PlanTask = TASKS.load(base_family(recipe.base.family).objective)
         return {
             "base": f"{recipe.base.family}.{recipe.base.variant}",
             "format": recipe.to_json()["base"]["format"],
-            "resolution": recipe.pictures.largest,
+            "shape": task.shape(recipe),
+            **self._size(task),
             "batch": recipe.train.batch,
             "accumulate": recipe.train.accumulate,
             "rank": recipe.adapter.rank,
@@ -64,12 +68,21 @@ class Result:
                 "peak_bytes": planned_peak_bytes(self.plan),
                 "step_s": planned_step_s(self.plan),
             },
-            "measured": None
-            if self.measured is None
-            else asdict(self.measured) | {"compile_s": self.measured.compile_s},
+            "measured": None if self.measured is None else self._measured(task, self.measured),
             "off": self._off(),
             "fault": self.fault,
         }
+
+    def _size(self, task: PlanTask) -> dict[str, Any]:
+        """The number that makes samples large or small, under its name in recipes: the largest, where there are several."""
+        section, _, name = task.size.rpartition(".")
+        value = self.recipe.to_json()[section][name]
+        return {name: max(value) if isinstance(value, list) else value}
+
+    def _measured(self, task: PlanTask, steps: Steps) -> dict[str, Any]:
+        unit, count = task.intake(self.recipe)
+        per_s = {f"{unit}_per_s": round(count / steps.step_s, 2)}
+        return asdict(steps) | {"compile_s": steps.compile_s} | per_s
 
     def _off(self) -> dict[str, float] | None:
         """Relative error of the plan, positive where more was measured; of memory on a card alone."""
@@ -172,7 +185,7 @@ def _load(recipe: Recipe, plan: Plan, device: Device, cache: Path) -> Loaded:
     )
     # asked for before anything is compiled, so that the answer is known then
     kernel = part.packing.packed.kernel(device.torch_device)
-    fill_(model, part, device)
+    fill_(model, part, device, has_outside_on_host=bool(vocabulary_on_host(part, plan)))
     meter = MeteredPlacement(model.placement, device)
     model.placement = meter
     adapter, initial = attach_adapter(recipe, device, model)

@@ -184,7 +184,9 @@ class _Values:
         host = self._buffer("host", torch.uint8, checkpoint_writer.PIECE_BYTES, is_host=True)
         out = host[: count * dtype.itemsize].view(dtype)
         if len(spec.shape) < 2:
-            is_one = spec.role == "norm" or (spec.role == "buffer" and spec.name.endswith("var"))
+            # of buffers the running variance, and a factor of a whole layer
+            is_factor = spec.role == "buffer" and spec.name.endswith(("var", "scalar"))
+            is_one = spec.role == "norm" or is_factor
             out.fill_(1 if is_one and not spec.name.endswith("bias") else 0)
         else:
             # fp32 first: torch draws bf16 one by one on a processor

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor
 
+from outsize.devices._copies import Copies, make_copies
 from outsize.objectives.protocol import OBJECTIVES, Nats, NextTokenObjective, OutputHead
 from outsize.plan.names import base_family
 
@@ -64,6 +65,7 @@ class Rows:
         self._variant = recipe.base.variant
         self._objective: NextTokenObjective = OBJECTIVES.load(self._family.objective)()
         self._device, self._model = device, model
+        self._copies: Copies | None = None
 
     def hidden(self, batch: TextBatch) -> Tensor:
         """Last hidden states (B, T, D)."""
@@ -91,7 +93,7 @@ class Rows:
             own = hidden if is_all else hidden[rows]
             labels = batch.labels if is_all else batch.labels[rows]
             total = total + weight * self._objective.loss(
-                own, head, labels, num_trained=num_trained
+                own, head, labels, num_trained=num_trained, copies=self._copies_of(head)
             )
         return total
 
@@ -99,20 +101,35 @@ class Rows:
         """What the tokens of some batches cost, without a graph."""
         total = Nats(0.0, 0)
         head = self.head()
+        copies = self._copies_of(head)
         for batch in batches:
             placed = self.placed(batch)
             self._model.begin("forward")
             with torch.no_grad():
-                total += self._objective.nats(self.hidden(placed), head, placed.labels)
+                total += self._objective.nats(
+                    self.hidden(placed), head, placed.labels, copies=copies
+                )
         return total
 
     def placed(self, batch: TextBatch) -> TextBatch:
-        """A batch as the model takes it: labels and segments stay on the host, where looking at them waits for nothing."""
+        """A batch as the model takes it: ids, labels and segments stay on the host, where looking at them waits for nothing.
+
+        Ids are pinned, so that wherever the token table lies they get there beside the computation.
+        """
+        ids = batch.input_ids
         return replace(
             batch,
-            input_ids=self._move(batch.input_ids),
+            input_ids=ids.pin_memory() if self._device.copies_asynchronously else ids,
             position_ids=self._move(batch.position_ids),
         )
+
+    def _copies_of(self, head: OutputHead) -> Copies | None:
+        """What brings a head that lies in host memory, tile by tile beside the computation; made once."""
+        if head.weight.device == self._device.torch_device:
+            return None
+        if self._copies is None:
+            self._copies = make_copies(self._device, num_tracks=2)
+        return self._copies
 
     def _move(self, tensor: Tensor) -> Tensor:
         target = self._device.torch_device

@@ -18,7 +18,7 @@ class Report:
     """Rows as they come, and the file, which is whole after every case."""
 
     HEADS = (
-        ("case", 46), ("step", 9), ("plan", 9), ("peak", 10), ("plan", 10), ("first step", 11),
+        ("case", 46), ("step", 9), ("plan", 9), ("a second", 16), ("peak", 10), ("plan", 10), ("first step", 11),
         ("GB/s", 6), ("hidden", 7),
     )  # fmt: skip
 
@@ -96,11 +96,21 @@ def _row(values: dict[str, Any]) -> list[str]:
         name,
         format_seconds(measured["step_s"]),
         "-" if planned_s is None else format_seconds(planned_s),
+        *_per_second(measured),
         format_bytes(measured["peak_bytes"] or measured["private_bytes"]),
         format_bytes(planned["peak_bytes"]),
         format_seconds(measured["first_step_s"]),
         f"{rate:.1f}" if rate else "-",
         "-" if hidden is None else f"{hidden:.0%}",
+    ]
+
+
+def _per_second(measured: dict[str, Any]) -> list[str]:
+    rates = {
+        key.removesuffix("_per_s"): one for key, one in measured.items() if key.endswith("_per_s")
+    }
+    return [
+        f"{one:.4g} {unit}" if one < 1000 else f"{one:.0f} {unit}" for unit, one in rates.items()
     ]
 
 
@@ -112,7 +122,7 @@ def _case_name(values: dict[str, Any]) -> str:
         held += f" {num_kept}/{num_blocks} kept"
     compute = values["compute"] or {}
     words = [
-        f"{values['base']} {values['resolution']} px r{values['rank']}",
+        f"{values['base']} {values['shape']} r{values['rank']}",
         held,
         str(compute.get("arithmetic", "")),
         "compiled" if compute.get("compiles") else "",

@@ -33,6 +33,9 @@ TargetArgument = Annotated[
 ResolutionOption = Annotated[
     list[int] | None, typer.Option("--resolution", help="Pixels squared; may be repeated.")
 ]
+WindowOption = Annotated[
+    list[int] | None, typer.Option("--window", help="Tokens of a row; may be repeated.")
+]
 RankOption = Annotated[
     list[int] | None, typer.Option("--rank", help="Rank of the adapter; may be repeated.")
 ]
@@ -91,6 +94,7 @@ def bench(
     target: TargetArgument = None,
     *,
     resolution: ResolutionOption = None,
+    window: WindowOption = None,
     rank: RankOption = None,
     placement: PlacementOption = None,
     arithmetic: ArithmeticOption = None,
@@ -125,6 +129,7 @@ def bench(
         "placement.kind": list(placement or ()),
         **_settings(others or ()),
         "data.resolution": list(resolution or ()),
+        "data.window": list(window or ()),
     }
     fixed = {} if cache is None else {"cache": str(cache)}
     report = Report(json_file)

@@ -28,9 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outsize.families._gated_delta_chunks import DeltaRule, Reach
+from outsize.objectives._products import gives_fp32
 
 CHUNK = 64
-PASS_BYTES = 2 << 30
+PASS_BYTES = 4 << 30
 _EPSILON = 1e-6  # upstream's, below the norm of queries and keys
 
 
@@ -45,12 +46,15 @@ def gated_delta_rule(  # noqa: PLR0917 - upstream's order
     chunk: int = CHUNK,
     normalise: bool = True,
     pass_bytes: int = PASS_BYTES,
+    operands: torch.dtype | None = None,
 ) -> Tensor:
     """What the queries read: (B, T, HR, V) in v's dtype.
 
     Shapes: q, k (B, T, H, K); v (B, T, HR, V), value head i read by key head i // R; g and beta (B, T, HR), g <= 0 the
         logarithm of a decay; segments (B, T) integers, a change begins a new state.
-    Computes in fp32 (fp64 for fp64), as upstream does. normalise: queries and keys to length 1 first.
+    Computes in fp32 (fp64 for fp64), as upstream does. operands: the type to which factors of products are rounded; None: bf16
+        where inputs are bf16 on a card with such products, as flash-linear-attention has it, else none.
+    normalise: queries and keys to length 1 first.
     Memory: heads are done in groups of about pass_bytes of temporaries; between forward and backward the states stay,
         T / chunk x HR x K x V values, and the inverses, T x chunk x HR.
     Raises: ValueError for a chunk that is no power of two.
@@ -61,6 +65,7 @@ def gated_delta_rule(  # noqa: PLR0917 - upstream's order
     shared = v.shape[2] // key_heads
     chunk = min(chunk, 1 << (tokens - 1).bit_length())
     compute = torch.promote_types(q.dtype, torch.float32)
+    rounded = _operands(v) if operands is None else operands
     q, k = q.to(compute), k.to(compute)
     if normalise:
         q, k = _unit(q), _unit(k)
@@ -69,10 +74,10 @@ def gated_delta_rule(  # noqa: PLR0917 - upstream's order
     decay_all = _log_decays(_chunked(g, chunk), reach).to(compute)
     beta_all = _chunked(beta, chunk).to(compute)
     outs = []
-    for first, last in _groups(q_all, v_all, pass_bytes):
+    for first, last in _groups(q_all, v_all, rounded, pass_bytes):
         keys = (one[:, :, first:last] for one in (q_all, k_all))
         values = (_by_key_head(one, first, last, shared) for one in (v_all, beta_all, decay_all))
-        out: Tensor = DeltaRule.apply(*keys, *values, *reach)  # type: ignore[no-untyped-call] # torch's own
+        out: Tensor = DeltaRule.apply(rounded, *keys, *values, *reach)  # type: ignore[no-untyped-call] # torch's own
         outs.append(out.flatten(2, 3))
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
     # (N, B, HR, C, V) -> (B, T, HR, V)
@@ -138,6 +143,12 @@ def mix_tokens(layer: Any, hidden_BTD: Tensor, segments: Tensor | None = None) -
     return layer.out_proj(normed.reshape(batch, tokens, -1))  # type: ignore[no-any-return]
 
 
+def _operands(v: Tensor) -> torch.dtype:
+    """What factors of products are rounded to, where nobody says. fp16 would lose small ones, so it computes in fp32."""
+    is_narrow = v.dtype == torch.bfloat16 and gives_fp32(v.device.type, v.dtype)
+    return v.dtype if is_narrow else torch.promote_types(v.dtype, torch.float32)
+
+
 def _reach(segments: Tensor | None, tokens: int, chunk: int, device: torch.device) -> Reach:
     if segments is None:
         runs_NBC = torch.zeros(1, 1, chunk, dtype=torch.int64, device=device)
@@ -184,13 +195,15 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _EPSILON)
 
 
-def _groups(q: Tensor, v: Tensor, pass_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of key heads that are done together."""
+def _groups(q: Tensor, v: Tensor, operands: torch.dtype, pass_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of key heads that are done together; equally many each, so that a compiled block has their kernels once."""
     num_chunks, batch, heads, chunk, width = q.shape
     shared, value_width = v.shape[2] // heads, v.shape[-1]
-    # backward at its peak, counted in its code: matrices of each kind that are alive at once
+    # backward at its peak, counted in its code: matrices of each kind that are alive at once, about half of them operands
+    both = q.element_size() + operands.itemsize
     of_tokens = chunk * (6 * width + 6 * value_width + 6 * chunk)
     of_states = 4 * width * value_width
-    head_bytes = num_chunks * batch * shared * (of_tokens + of_states) * q.element_size()
-    at_once = max(1, min(heads, pass_bytes // head_bytes))
-    return [(first, min(first + at_once, heads)) for first in range(0, heads, at_once)]
+    head_bytes = num_chunks * batch * shared * (of_tokens + of_states) * both // 2
+    most = max(1, min(heads, pass_bytes // head_bytes))
+    at_once = next(one for one in range(most, 0, -1) if heads % one == 0)
+    return [(first, first + at_once) for first in range(0, heads, at_once)]

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from outsize.objectives._products import wide_product
+
 _LEAF = 16  # side of the blocks whose inverse is built of whole products: smaller ones only make more launches
 
 
@@ -40,55 +42,59 @@ class Reach(NamedTuple):
 class DeltaRule(torch.autograd.Function):
     """All heads of a group over all chunks.
 
+    operands: the type to which factors of products are rounded, that of q for none; sums, decays, the inverse and the chain
+    from chunk to chunk stay in q's.
     Shapes: q, k (N, B, H, C, K), q scaled, in the type to compute in; v (N, B, H, R, C, V) of any; beta, log_decay (N, B, H, R, C);
     then the fields of a Reach. Gives (N, B, H, R, C, V).
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, *reach: Tensor) -> Tensor:  # noqa: PLR0917 - autograd passes them by place  # fmt: skip
-        decay = _decays(log_decay, Reach(*reach))
+    def forward(ctx: Any, operands: torch.dtype, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, *reach: Tensor) -> Tensor:  # noqa: PLR0917 - autograd passes them by place  # fmt: skip
+        decay, mm = _decays(log_decay, Reach(*reach)), _Multiply(operands)
         alike = _alike(k, beta, decay)
         inverse = inverse_unit_lower(alike)
-        mix = inverse * beta.unsqueeze(-2)
+        mix = mm.operand(inverse * beta.unsqueeze(-2))
         value = v.to(q.dtype)
-        enter_k, leave_k = decay.enter * k.unsqueeze(3), decay.leave * k.unsqueeze(3)
-        transition = _transition(mix @ enter_k, leave_k, decay)
-        state = _chain(transition, leave_k.mT @ (mix @ value))
-        del transition, leave_k
-        written = mix @ (value - enter_k @ state)
-        attention = (q @ k.mT).unsqueeze(3) * decay.pair
-        out = attention @ written + (decay.enter * q.unsqueeze(3)) @ state
+        enter_k, leave_k = _keys(mm, k, decay)
+        transition = _transition(mm, mm(mix, enter_k), leave_k, decay)
+        step = mm(leave_k.mT, mm(mix, value))
+        state = _before(mm, transition, step)
+        del transition, leave_k, step
+        written = mm(mix, value - mm(enter_k, state))
+        attention = mm(q, k.mT).unsqueeze(3) * decay.pair
+        out = mm(attention, written) + mm(decay.enter * q.unsqueeze(3), state)
         ctx.save_for_backward(q, k, v, beta, log_decay, inverse, state, *reach)
+        ctx.operands = operands
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, beta, log_decay, inverse, state, *reach = ctx.saved_tensors
-        decay = _decays(log_decay, Reach(*reach))
-        mix = inverse * beta.unsqueeze(-2)
-        attention = (q @ k.mT).unsqueeze(3) * decay.pair
-        enter_k, leave_k = decay.enter * k.unsqueeze(3), decay.leave * k.unsqueeze(3)
-        d_written = attention.mT @ d_out
-        d_behind = _d_behind(q, decay, d_out, d_written, mix @ enter_k, leave_k)
-        d_written = d_written + leave_k @ d_behind
+        decay, mm = _decays(log_decay, Reach(*reach)), _Multiply(ctx.operands)
+        mix = mm.operand(inverse * beta.unsqueeze(-2))
+        attention = mm(q, k.mT).unsqueeze(3) * decay.pair
+        enter_k, leave_k = _keys(mm, k, decay)
+        d_written = mm(attention.mT, d_out)
+        d_behind = _d_behind(mm, q, decay, d_out, d_written, mm(mix, enter_k), leave_k)
+        d_written = d_written + mm(leave_k, d_behind)
         del leave_k
 
-        remainder = v.to(q.dtype) - enter_k @ state
-        written = mix @ remainder
+        remainder = v.to(q.dtype) - mm(enter_k, state)
+        written = mm(mix, remainder)
         del enter_k
-        d_remainder = mix.mT @ d_written
-        d_mix = d_written @ remainder.mT
-        d_attention = d_out @ written.mT
+        d_remainder = mm(mix.mT, d_written)
+        d_mix = mm(d_written, remainder.mT)
+        d_attention = mm(d_out, written.mT)
         del remainder, d_written
         # what each way from a token to a state costs, for the key or query and for its decay
-        by_query, by_key = d_out @ state.mT, d_remainder @ state.mT
-        to_behind = written @ d_behind.mT
+        by_query, by_key = mm(d_out, state.mT), mm(d_remainder, state.mT)
+        to_behind = mm(written, d_behind.mT)
         d_q = (decay.enter * by_query).sum(3)
         d_k = (decay.leave * to_behind - decay.enter * by_key).sum(3)
         d_enter = (by_query * q.unsqueeze(3) - by_key * k.unsqueeze(3)).sum(-1)
         d_leave = (to_behind * k.unsqueeze(3)).sum(-1)
-        d_through = (state * d_behind).sum((-2, -1))
+        d_through = (state * d_behind).sum((-2, -1), dtype=q.dtype)
         del by_query, by_key, to_behind
 
         alike = _alike(k, beta, decay)
@@ -96,11 +102,35 @@ class DeltaRule(torch.autograd.Function):
         d_beta = (d_mix * inverse).sum(-2) + _by_beta(k, decay, d_alike)
         d_keys = (d_alike.tril(-1) * beta.unsqueeze(-1) * decay.pair).sum(3)
         d_queries = (d_attention * decay.pair).sum(3)
-        d_k = d_k + (d_keys + d_keys.mT) @ k + d_queries.mT @ q
-        d_q = d_q + d_queries @ k
+        d_k = d_k + mm(d_keys + d_keys.mT, k) + mm(d_queries.mT, q)
+        d_q = d_q + mm(d_queries, k)
         of_pairs = d_alike * alike + d_attention * attention
         d_log = _d_log(decay, of_pairs, d_enter, d_leave, d_through)
-        return d_q, d_k, d_remainder.to(v.dtype), d_beta, d_log, *(None for _ in reach)
+        return None, d_q, d_k, d_remainder.to(v.dtype), d_beta, d_log, *(None for _ in reach)
+
+
+class _Multiply:
+    """Products of matrices (..., rows, columns) of the same batches, rounded to a type before and summed in the wide one."""
+
+    def __init__(self, operands: torch.dtype) -> None:
+        self._operands = operands
+
+    @property
+    def kept(self) -> torch.dtype:
+        """The type in which states are kept: nearly all that is done with them is multiplying."""
+        return self._operands
+
+    def operand(self, x: Tensor) -> Tensor:
+        """What is kept of something that is only multiplied with."""
+        return x.to(self._operands)
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """A b, in fp32 where operands are narrower."""
+        a, b = self.operand(a), self.operand(b)
+        if self._operands.itemsize >= 4:
+            return a @ b
+        product = wide_product(a.flatten(0, -3), b.flatten(0, -3))
+        return product.view(*a.shape[:-1], b.shape[-1])
 
 
 class _Decays(NamedTuple):
@@ -125,8 +155,13 @@ def _decays(log_decay: Tensor, reach: Reach) -> _Decays:
     )
 
 
+def _keys(mm: _Multiply, k: Tensor, decay: _Decays) -> tuple[Tensor, Tensor]:
+    """Keys as they meet the state that comes in, and as they write the one that goes out."""
+    return mm.operand(decay.enter * k.unsqueeze(3)), mm.operand(decay.leave * k.unsqueeze(3))
+
+
 def _alike(k: Tensor, beta: Tensor, decay: _Decays) -> Tensor:
-    """L: how much of what one token writes a later one of its chunk finds."""
+    """L: how much of what one token writes a later one of its chunk finds. Unrounded: its inverse is steep where keys repeat."""
     return ((k @ k.mT).unsqueeze(3) * decay.pair * beta.unsqueeze(-1)).tril(-1)
 
 
@@ -134,16 +169,16 @@ def _by_beta(k: Tensor, decay: _Decays, d_alike: Tensor) -> Tensor:
     return ((k @ k.mT).unsqueeze(3) * decay.pair * d_alike.tril(-1)).sum(-1)
 
 
-def _transition(w: Tensor, leave_k: Tensor, decay: _Decays) -> Tensor:
+def _transition(mm: _Multiply, w: Tensor, leave_k: Tensor, decay: _Decays) -> Tensor:
     """M, (N, B, H, R, K, K)."""
     unit = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
-    return decay.through * unit - leave_k.mT @ w
+    return decay.through * unit - mm(leave_k.mT, w)
 
 
-def _d_behind(q: Tensor, decay: _Decays, d_out: Tensor, d_written: Tensor, w: Tensor, leave_k: Tensor) -> Tensor:  # noqa: PLR0917 - all of a formula  # fmt: skip
+def _d_behind(mm: _Multiply, q: Tensor, decay: _Decays, d_out: Tensor, d_written: Tensor, w: Tensor, leave_k: Tensor) -> Tensor:  # noqa: PLR0917 - all of a formula  # fmt: skip
     """The gradient of the state behind each chunk, (N, B, H, R, K, V)."""
-    step = (decay.enter * q.unsqueeze(3)).mT @ d_out - w.mT @ d_written
-    return _chain(_transition(w, leave_k, decay).mT, step, is_backward=True)
+    step = mm((decay.enter * q.unsqueeze(3)).mT, d_out) - mm(w.mT, d_written)
+    return _behind(mm, _transition(mm, w, leave_k, decay), step)
 
 
 def _d_log(
@@ -156,23 +191,43 @@ def _d_log(
     return torch.cat([d_log[..., :-1], d_log[..., -1:] + at_end.unsqueeze(-1)], dim=-1)
 
 
-def _chain(transition: Tensor, step: Tensor, *, is_backward: bool = False) -> Tensor:
-    """What stands before each chunk, where each makes M S + N of it: (N, B, H, R, K, V), zeros before the first.
+def _before(mm: _Multiply, transition: Tensor, step: Tensor) -> Tensor:
+    """The state before each chunk, where each makes M S + N of it: (N, B, H, R, K, V), zeros before the first."""
+    torch.ops.outsize.chain_(step, transition, False)
+    return torch.cat([torch.zeros_like(step[:1]), step[:-1]]).to(mm.kept)
 
-    is_backward: from the last chunk to the first. The one thing that is sequential.
+
+def _behind(mm: _Multiply, transition: Tensor, step: Tensor) -> Tensor:
+    """The gradient of the state behind each chunk, where before it is M' D + F: zeros behind the last."""
+    torch.ops.outsize.chain_(step, transition, True)
+    return torch.cat([step[1:], torch.zeros_like(step[:1])]).to(mm.kept)
+
+
+# One operator, so that a traced block has one node for it and not one for each chunk, and so that states lie where they belong.
+_library = torch.library.Library("outsize", "FRAGMENT")  # type: ignore[no-untyped-call] # torch's stub
+_library.define(  # type: ignore[no-untyped-call] # as above
+    "chain_(Tensor(a!) step, Tensor transition, bool is_backward) -> ()"
+)
+
+
+@torch.library.impl(_library, "chain_", "CompositeExplicitAutograd")
+def _chain_(step: Tensor, transition: Tensor, is_backward: bool) -> None:  # noqa: FBT001 - as it is called
+    """Make each N of (N, ..., K, V) what its chunk leaves, M times what the one before left + N; the one thing that is sequential.
+
+    is_backward: from the last to the first, M transposed. Carried on unrounded: a state remembers through many chunks.
     """
-    flat_M, flat_N = transition.flatten(1, 3), step.flatten(1, 3)
-    order = list(range(len(step)))
+    flat_M, flat_N = transition.flatten(1, -3), step.flatten(1, -3)
     if is_backward:
-        order.reverse()
-    state = torch.zeros_like(flat_N[0])
-    states = [state]
-    for number in order[:-1]:
-        state = torch.baddbmm(flat_N[number], flat_M[number], state)
-        states.append(state)
-    if is_backward:
-        states.reverse()
-    return torch.stack(states).view_as(step)
+        for number in range(len(step) - 2, 0, -1):
+            flat_N[number].baddbmm_(flat_M[number].mT, flat_N[number + 1])
+    else:
+        for number in range(1, len(step) - 1):
+            flat_N[number].baddbmm_(flat_M[number], flat_N[number - 1])
+
+
+@torch.library.register_fake("outsize::chain_", lib=_library)  # type: ignore[untyped-decorator] # as above
+def _(step: Tensor, transition: Tensor, is_backward: bool) -> None:  # noqa: FBT001 - as above
+    """Nothing is returned, and shapes stay."""
 
 
 def inverse_unit_lower(below: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from outsize.base.layout import Layout, Rule
 from outsize.base.table import ShapeTable, TensorSpec
 from outsize.families._build import Stacked, build_on_meta, row_of
-from outsize.families._packed import attention_mask, several_documents
+from outsize.families._packed import reach, several_documents
 from outsize.families._specs import Specs, embedding, linear, norm, within
 from outsize.families.protocol import Component, Head, LayerKind, Published
 
@@ -185,22 +185,15 @@ class DecoderLanguage(Generic[R]):
         kinds = self._row(variant).kinds
         decoder: Any = model.get_submodule("model")
         hidden_BTD = _embedded(decoder, input_ids_BT)
-        device, num_tokens = hidden_BTD.device, hidden_BTD.shape[1]
-        segments = several_documents(segments_BT, device)
+        device = hidden_BTD.device
+        segments = several_documents(segments_BT)
         rotary = self.rotate(decoder, hidden_BTD, position_ids_BT.to(device))
-        masks = {
-            kind.window: attention_mask(segments, num_tokens, kind.window, device)
-            for kind in set(kinds)
-            if not kind.is_recurrent
+        told = {
+            kind: _told(layer, kind, segments, hidden_BTD)
+            for kind, layer in dict(zip(kinds, decoder.layers, strict=True)).items()
         }
         for layer, kind in zip(decoder.layers, kinds, strict=True):
-            extra = {"segments": segments} if kind.is_recurrent else {}
-            hidden_BTD = layer(
-                hidden_BTD,
-                position_embeddings=rotary[kind.name],
-                attention_mask=None if kind.is_recurrent else masks[kind.window],
-                **extra,
-            )
+            hidden_BTD = layer(hidden_BTD, position_embeddings=rotary[kind.name], **told[kind])
         normed: Tensor = decoder.norm(hidden_BTD)
         return normed
 
@@ -264,11 +257,53 @@ def _moved(table: Iterable[TensorSpec], decoder: str, head: str) -> tuple[Rule, 
     )
 
 
+def _told(
+    layer: Any, kind: LayerKind, segments_BT: Tensor | None, hidden_BTD: Tensor
+) -> dict[str, Tensor | None]:
+    """What the layers of a kind are told of documents and windows."""
+    device, num_tokens = hidden_BTD.device, hidden_BTD.shape[1]
+    if kind.is_recurrent:
+        given = None if segments_BT is None else segments_BT.to(device, non_blocking=True)
+        return {"attention_mask": None, "segments": given}
+    from outsize.families._attention import way_of
+
+    way = way_of(device, hidden_BTD.dtype, layer.self_attn.head_dim)
+    return {"attention_mask": reach(way, segments_BT, num_tokens, kind.window, device)}
+
+
 def _embedded(decoder: Any, input_ids_BT: Tensor) -> Tensor:
-    """Token vectors on the decoder's device, looked up where the token table lies, which may be the host."""
+    """Token vectors on the decoder's device, looked up where the token table lies, which may be the host.
+
+    Ids that lie where the table does, or pinned on the host, are not waited for.
+    """
     table = decoder.embed_tokens
-    vectors: Tensor = table(input_ids_BT.to(table.weight.device))
-    return vectors.to(decoder.norm.weight.device)
+    lies_at, device = table.weight.device, decoder.norm.weight.device
+    ids_BT = input_ids_BT.to(lies_at, non_blocking=True)
+    vectors: Tensor = (
+        table(ids_BT) if lies_at == device else vectors_from_host(table, ids_BT, device)
+    )
+    return vectors
+
+
+def vectors_from_host(table: Any, ids_BT: Tensor, device: torch.device) -> Tensor:
+    """What upstream's module of a token table in host memory gives for these ids (B, T), on a device: (B, T, D).
+
+    Only rows are looked up on the host. On the device they are a table of their own to that module, which may scale them.
+    """
+    import torch
+
+    rows_ND = torch.empty(
+        (ids_BT.numel(), table.weight.shape[1]),
+        dtype=table.weight.dtype,
+        pin_memory=device.type != "cpu",
+    )
+    with torch.no_grad():
+        torch.index_select(table.weight, 0, ids_BT.flatten(), out=rows_ND)
+    given = {name: one.to(device) for name, one in table.named_buffers()}
+    given["weight"] = rows_ND.to(device, non_blocking=True)
+    places_BT = torch.arange(len(rows_ND), device=device).view_as(ids_BT)
+    found: Tensor = torch.func.functional_call(table, given, (places_BT,))
+    return found
 
 
 @contextmanager

@@ -33,7 +33,10 @@ class PlainDecoder:
     def kinds(self) -> tuple[LayerKind, ...]:
         """All alike."""
         kind = LayerKind(
-            FULL, self.num_heads * self.head_dim, 2 * self.num_kv_heads * self.head_dim
+            FULL,
+            self.num_heads * self.head_dim,
+            2 * self.num_kv_heads * self.head_dim,
+            self.head_dim,
         )
         return (kind,) * self.num_layers
 

@@ -54,10 +54,14 @@ class Variant:
             SLIDING,
             self.num_heads * self.head_dim,
             2 * self.num_kv_heads * self.head_dim,
+            self.head_dim,
             window=self.window,
         )
         full = LayerKind(
-            FULL, self.num_heads * self.full_dim, 2 * self.full_kv_heads * self.full_dim
+            FULL,
+            self.num_heads * self.full_dim,
+            2 * self.full_kv_heads * self.full_dim,
+            self.full_dim,
         )
         last = self.num_layers - 1
         return tuple(
@@ -167,7 +171,9 @@ def _values(row: Variant) -> dict[str, Any]:
 def _make(config: dict[str, Any]) -> nn.Module:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-    model: Any = Gemma4ForCausalLM(Gemma4TextConfig(**config, attn_implementation="sdpa"))
+    from outsize.families._attention import register
+
+    model: Any = Gemma4ForCausalLM(Gemma4TextConfig(**config, attn_implementation=register()))
     for layer in model.model.layers:
         # upstream keeps keys and values of the last layers for a drafting model, graph and all; nobody here reads them
         layer.self_attn.store_full_length_kv = False

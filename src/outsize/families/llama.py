@@ -41,7 +41,9 @@ VARIANTS: dict[str, PlainDecoder] = {
 def _make(config: dict[str, Any]) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model: nn.Module = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="sdpa"))
+    from outsize.families._attention import register
+
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**config, attn_implementation=register()))
     return model
 
 

@@ -50,7 +50,9 @@ def _values(row: PlainDecoder) -> dict[str, Any]:
 def _make(config: dict[str, Any]) -> nn.Module:
     from transformers import MistralConfig, MistralForCausalLM
 
-    model: nn.Module = MistralForCausalLM(MistralConfig(**config, attn_implementation="sdpa"))
+    from outsize.families._attention import register
+
+    model: nn.Module = MistralForCausalLM(MistralConfig(**config, attn_implementation=register()))
     return model
 
 

@@ -85,13 +85,14 @@ class LayerKind:
     """How one layer of a language model mixes tokens, in numbers that plans need.
 
     name: upstream's word for it. width: of what all heads read, together. kv_width: of the keys and values that a cache
-    keeps of one token. window: a token sees that many, itself included; None for all before it. state: numbers of a
+    keeps of one token. head_dim: width of one head of attention. window: a token sees that many, itself included; None for all before it. state: numbers of a
     recurrent state, 0 for attention; key_width: of all its heads' keys together.
     """
 
     name: str
     width: int
     kv_width: int
+    head_dim: int = 0
     window: int | None = None
     state: int = 0
     key_width: int = 0

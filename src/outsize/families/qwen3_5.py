@@ -62,7 +62,10 @@ class Variant:
             LINEAR, heads * dim, 0, state=heads * dim * dim, key_width=heads * dim
         )
         full = LayerKind(
-            FULL, self.num_heads * self.head_dim, 2 * self.num_kv_heads * self.head_dim
+            FULL,
+            self.num_heads * self.head_dim,
+            2 * self.num_kv_heads * self.head_dim,
+            self.head_dim,
         )
         return tuple(
             full if (i + 1) % self.period == 0 else linear_kind for i in range(self.num_layers)
@@ -187,7 +190,9 @@ def _values(row: Variant) -> dict[str, Any]:
 def _make(config: dict[str, Any]) -> nn.Module:
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    model: Any = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**config, attn_implementation="sdpa"))
+    from outsize.families._attention import register
+
+    model: Any = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**config, attn_implementation=register()))
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
             _replace_mixing_(layer.linear_attn)

@@ -25,6 +25,7 @@ from outsize.layers._thinning import add_products_, move_factors_
 _SETTINGS = {"size_asserts": False, "alignment_asserts": False}
 _OUR_KERNELS = (
     "arithmetic",
+    "families",
     "formats",
     "layers",
 )  # folders whose source a graph's operators may come from

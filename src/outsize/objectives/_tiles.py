@@ -17,7 +17,6 @@ The head is frozen: it gets no gradient. Dimensions: N tokens, D width, V words.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from outsize.objectives._head_tiles import HeadTiles, operand_type
+from outsize.objectives._products import wide_product
 from outsize.objectives.protocol import TileCopies
 
 IGNORED = -100
@@ -60,7 +60,7 @@ def tiled_cross_entropy(
     """
     _check(hidden, weight, labels, bias)
     places, trained = _trained(labels, len(weight), hidden.device)
-    factors = None if weight_N is None else weight_N.flatten().to(hidden.device)[places]
+    factors = None if weight_N is None else _sent(weight_N.flatten(), hidden.device)[places]
     if denominator is None:
         denominator = float(len(trained) if factors is None else factors.sum())
         if denominator == 0:
@@ -115,7 +115,14 @@ def _trained(labels: Tensor, num_words: int, device: torch.device) -> tuple[Tens
         if lowest < 0 or highest >= num_words:
             wrong = lowest if lowest < 0 else highest
             raise ValueError(f"label {wrong} is outside a vocabulary of {num_words}")
-    return places.to(device), trained.to(device)
+    return _sent(places, device), _sent(trained, device)
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for what is queued there."""
+    if values.device.type != "cpu" or device.type == "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 class _Losses(torch.autograd.Function):
@@ -207,7 +214,7 @@ class _Sums:
         place = self._labels - first
         is_here = (place >= 0) & (place < len(weight))
         place = place.clamp(0, len(weight) - 1)
-        logits = product(self._rows, weight.mT)
+        logits = wide_product(self._rows, weight.mT)
         if bias is not None:
             logits += bias
         tanh = None
@@ -224,7 +231,9 @@ class _Sums:
             return
         if tanh is not None:
             exponents.addcmul_(exponents, tanh.square_(), value=-1)
-        self._mean.mul_(shrink.unsqueeze(1)).add_(product(exponents.to(self._rows.dtype), weight))
+        self._mean.mul_(shrink.unsqueeze(1)).add_(
+            wide_product(exponents.to(self._rows.dtype), weight)
+        )
         found = weight.index_select(0, place).to(self._label_row.dtype)
         self._label_row = torch.where(is_here.unsqueeze(1), found, self._label_row)
 
@@ -255,22 +264,3 @@ class _Sums:
         own = logits.gather(1, column).squeeze(1)
         self._own = torch.where(is_here, own, self._own)
         logits.scatter_(1, column, own.masked_fill(is_here, float("-inf")).unsqueeze(1))
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """A b summed and given in fp32, or in fp64. Where a device gives 16-bit products in 16 bits only, rounded to these."""
-    if a.element_size() >= 4:
-        return a @ b
-    if gives_fp32(a.device.type, a.dtype):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).float()
-
-
-@lru_cache
-def gives_fp32(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether a 16-bit product keeps its fp32 sums there; found out by asking for one. torch from 2.8 on has it for CUDA."""
-    try:
-        one = torch.ones(16, 16, dtype=dtype, device=device_type)
-        return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
-    except (RuntimeError, TypeError, NotImplementedError):
-        return False

@@ -114,6 +114,12 @@ class PictureTask:
 
         return Losses(recipe, device, model, batches)
 
+    def random_batches(self, recipe: Recipe, device: Device) -> Batches:
+        """Latents and embeddings of noise."""
+        from outsize.app._bench_batches import RandomBatches
+
+        return RandomBatches(recipe, device)
+
     def watch(self, site: Site, model: FrozenModel, adapter: Adapter, corpus: Corpus) -> Watch:
         """The loss of pictures that are held out, where any are, and previews."""
         pictures = cast("Pictures", corpus).corpus

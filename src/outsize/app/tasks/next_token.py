@@ -92,6 +92,12 @@ class TextTask:
 
         return TextLosses(recipe, device, model, cast("TextBatches", batches))
 
+    def random_batches(self, recipe: Recipe, _device: Device) -> Batches:
+        """Rows of random tokens."""
+        from outsize.app._bench_batches import RandomTexts
+
+        return RandomTexts(recipe)
+
     def watch(self, site: Site, model: FrozenModel, adapter: Adapter, corpus: Corpus) -> Watch:
         """Loss and perplexity of held-out texts, and previews."""
         from outsize.app.evaluate import TextWatch

@@ -205,6 +205,9 @@ class Task(Protocol):
     ) -> MicroBatches:
         """What the loop takes its losses from."""
 
+    def random_batches(self, recipe: Recipe, device: Device) -> Batches:
+        """Batches of the recipe's shapes with nothing in them, to measure steps by; what `losses` takes."""
+
     def watch(self, site: Site, model: FrozenModel, adapter: Adapter, corpus: Corpus) -> Watch:
         """What is measured while training."""
 

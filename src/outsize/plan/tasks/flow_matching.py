@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from outsize.base.errors import RecipeError
 from outsize.families.protocol import FAMILIES, BaseFamily, ImageCodec
@@ -153,6 +153,11 @@ class PicturePlan:
         return "data.resolution"
 
     @property
+    def synthetic(self) -> dict[str, Any]:
+        """Data that nobody reads."""
+        return {"resolution": 512, "sets": [{"folder": "synthetic", "default_caption": "none"}]}
+
+    @property
     def example(self) -> dict[str, str]:
         """One folder."""
         return {"data.sets.folder": "pictures"}
@@ -221,6 +226,10 @@ class PicturePlan:
     def shape(self, recipe: Recipe) -> str:
         """The largest resolution."""
         return f"{recipe.pictures.largest} px"
+
+    def intake(self, recipe: Recipe) -> tuple[str, int]:
+        """Pictures."""
+        return "pictures", recipe.train.batch * recipe.train.accumulate
 
     def levers(self, recipe: Recipe) -> Iterator[list[Edits]]:
         """A smaller resolution; of several the largest are left out first.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from outsize.families.protocol import FAMILIES, RECURRENT_CHUNK, LanguageFamily, LayerKind
 from outsize.plan.pools import Holding, Item, Phase, compute_pool
@@ -30,6 +30,12 @@ TILE_PAIR_BYTES = 12
 HIDDEN_COPIES = 4
 # int64 ids, labels and positions, int32 segments.
 BATCH_BYTES_OF_TOKEN = 3 * 8 + 4
+# Heads wider than flash kernels take attend in tiles of fp32 scores on a card: two and two in 16 bits at the gradient, of at
+# least an eighth of the row's queries with all its keys. As families/_tiled_attention.py says.
+WIDEST_FLASH_HEAD, SCORE_BYTES, SCORE_COPIES, QUERY_TILES = 256, 256 << 20, 3, 8
+# For each number of a recurrent state and each chunk, where a block is differentiated: matrices from state to state and the
+# states (10 bytes), and what belongs to the tokens of a chunk, which is half as large (10 bytes); no more than is done at once.
+STATE_BYTES, PASS_BYTES = 20, 4 << 30
 # A mask as it is made (one byte a pair) and as kernels take it (the compute type).
 _MASK_BYTES = 1
 _WINDOWS = (16384, 8192, 4096, 2048, 1024, 512)
@@ -146,7 +152,10 @@ class TextDemand:
         return Item("batch", compute_pool(work), num_bytes, "ids, labels, positions and segments")
 
     def _masks(self, work: Work) -> Iterator[Item]:
-        """One for each reach of attention, where rows hold several documents or a window is shorter than a row."""
+        """On a processor one for each reach, where documents share rows or a window is shorter; on a card tiles of wide heads."""
+        if work.has_gpu:
+            yield from self._scores(work)
+            return
         reaches = {kind.window for kind in self.kinds if not kind.is_recurrent}
         is_short = [reach is not None and reach < self.window for reach in reaches]
         count = len(reaches) if self.is_packed else sum(is_short)
@@ -158,13 +167,24 @@ class TextDemand:
                 "attention masks", compute_pool(work), num_bytes, f"{count}, a row at a time"
             )
 
+    def _scores(self, work: Work) -> Iterator[Item]:
+        wide = [kind for kind in self.kinds if kind.head_dim > WIDEST_FLASH_HEAD]
+        if not wide:
+            return
+        heads = max(kind.width // kind.head_dim for kind in wide)
+        pairs = self.batch * heads * self.window * max(128, self.window // QUERY_TILES)
+        num_bytes = SCORE_COPIES * min(SCORE_BYTES, 4 * pairs)
+        why = f"tiles of scores, heads of {max(kind.head_dim for kind in wide)}"
+        yield Item("attention scores", compute_pool(work), num_bytes, why)
+
     def _states(self, work: Work) -> Iterator[Item]:
-        """What linear attention keeps at every chunk of one block, which is differentiated: fp32."""
+        """What linear attention keeps at every chunk of one block, which is differentiated."""
         state = max((kind.state for kind in self.kinds), default=0)
         if state:
             chunks = -(-self.tokens // RECURRENT_CHUNK)
-            why = f"of one block, at {chunks} chunks, with their gradient, fp32"
-            yield Item("recurrent states", compute_pool(work), 2 * 4 * state * chunks, why)
+            why = f"of one block, at {chunks} chunks, with their gradient"
+            num_bytes = min(PASS_BYTES, STATE_BYTES * state * chunks)
+            yield Item("recurrent states", compute_pool(work), num_bytes, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +200,11 @@ class TextPlan:
     def size(self) -> str:
         """Tokens of a row."""
         return "data.window"
+
+    @property
+    def synthetic(self) -> dict[str, Any]:
+        """Data that nobody reads."""
+        return {"sets": [{"path": "synthetic"}]}
 
     @property
     def example(self) -> dict[str, str]:
@@ -217,6 +242,11 @@ class TextPlan:
     def shape(self, recipe: Recipe) -> str:
         """The window."""
         return f"{recipe.texts.window} tokens"
+
+    def intake(self, recipe: Recipe) -> tuple[str, int]:
+        """Tokens."""
+        train = recipe.train
+        return "tokens", train.batch * train.accumulate * recipe.texts.window
 
     def levers(self, recipe: Recipe) -> Iterator[list[Edits]]:
         """A shorter window."""

@@ -29,6 +29,10 @@ class PlanTask(Protocol):
         """What a first recipe says of its data, by dotted name: all that must be said."""
 
     @property
+    def synthetic(self) -> Mapping[str, Any]:
+        """`data` of a recipe whose data nobody reads, to measure steps with."""
+
+    @property
     def size(self) -> str:
         """The number of a recipe that makes its samples large or small, by dotted name."""
 
@@ -48,6 +52,9 @@ class PlanTask(Protocol):
 
     def shape(self, recipe: Recipe) -> str:
         """What shapes the activations, as in "1024 px"."""
+
+    def intake(self, recipe: Recipe) -> tuple[str, int]:
+        """What a step takes in, and how many of it: ("tokens", 8192); padding of rows counts."""
 
     def levers(self, recipe: Recipe) -> Iterator[list[Edits]]:
         """Changes of what is learned from that save memory, from the mildest on; each from mild to strong."""
