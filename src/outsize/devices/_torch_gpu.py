@@ -16,6 +16,7 @@ from outsize.base.errors import MachineFault
 from outsize.base.units import format_bytes
 from outsize.devices._graphs import StreamRecorder
 from outsize.devices._host import HostBuffer, pageable, touch_
+from outsize.devices._sensors import CardId
 
 _PORTABLE = (
     1  # cudaHostRegisterPortable, hipHostRegisterPortable: pinned for every context of the process
@@ -58,6 +59,12 @@ class TorchGpu:
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
 
+    @property
+    def card(self) -> CardId:
+        return card_id(
+            torch.cuda.get_device_properties(self.torch_device), is_amd=bool(torch.version.hip)
+        )
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
@@ -77,6 +84,12 @@ class TorchGpu:
 
     def peak_reserved_bytes(self) -> int:
         return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.torch_device)
 
     def mark(self) -> Point:
         event: Callable[..., torch.cuda.Event] = torch.cuda.Event
@@ -120,6 +133,18 @@ class TorchGpu:
             return allocated_buffer(num_bytes)
         except RuntimeError:  # refused as well: what was touched already is used as it is
             return registered
+
+
+def card_id(properties: Any, *, is_amd: bool) -> CardId:
+    """Which card torch's properties are of; older releases of torch tell less of it."""
+    pci = ""
+    if hasattr(properties, "pci_bus_id"):
+        domain, place = properties.pci_domain_id, properties.pci_device_id
+        pci = f"{domain:04x}:{properties.pci_bus_id:02x}:{place:02x}.0"
+    if is_amd:  # what ROCm calls a uuid no tool knows
+        return CardId("amd", pci)
+    uuid = str(getattr(properties, "uuid", ""))
+    return CardId("nvidia", pci, f"GPU-{uuid.removeprefix('GPU-')}" if uuid else "")
 
 
 def registered_buffer(num_bytes: int, device: torch.device) -> HostBuffer:

@@ -39,6 +39,10 @@ class Cpu:
     def name(self) -> str:
         return f"CPU, {torch.get_num_threads()} threads"
 
+    @property
+    def card(self) -> None:
+        """There is none."""
+
     def compute_exactly(self, *, is_wanted: bool) -> None:
         """It always does."""
 
@@ -52,6 +56,12 @@ class Cpu:
         """The host's memory is watched elsewhere."""
 
     def peak_reserved_bytes(self) -> int:
+        return 0
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def reserved_bytes(self) -> int:
         return 0
 
     def mark(self) -> Now:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from outsize.devices._host import HostBuffer
+    from outsize.devices._sensors import CardId
 
 DEVICES = Catalogue("outsize.devices", "device")
 
@@ -63,6 +64,10 @@ class Device(Protocol):
     def copies_asynchronously(self) -> bool:
         """Whether copies from pinned host memory overlap with compute (streams and events exist)."""
 
+    @property
+    def card(self) -> CardId | None:
+        """Which physical card it is, for whoever asks the system about it; None for the host's processor."""
+
     def compute_exactly(self, *, is_wanted: bool) -> None:
         """Use only kernels that give the same bits each time, as exact resume needs; or any."""
 
@@ -77,6 +82,12 @@ class Device(Protocol):
 
     def peak_reserved_bytes(self) -> int:
         """Most that the allocator took of the device since reset_peak, fragments included; 0 as with peak_bytes."""
+
+    def allocated_bytes(self) -> int:
+        """Device memory held by tensors now; 0 as with peak_bytes."""
+
+    def reserved_bytes(self) -> int:
+        """What the allocator holds of the device now; 0 as with peak_bytes."""
 
     def mark(self) -> Mark:
         """The present end of the queue of the current stream."""
