@@ -200,10 +200,11 @@ def _bound(fmt: Format, matrix: torch.Tensor) -> torch.Tensor:
             # No group loses more than with its largest magnitude as scale, all of it in one weight at worst.
             bound = bound * math.sqrt(described["group"])
         if described["scales"] == "double":
-            centred = (
-                absmax - absmax.mean()
-            )  # one block of 256 scales; the table's widest gap is 0.9/64
-            bound = bound + centred.abs().max() * (0.9 / 64 / 2 + 2**-15) + 1e-6
+            # One block of 256 scales, less their mean; the table's widest gap is 0.9/64. A search may choose scales of
+            # 1.4 times the largest magnitude, and refine them.
+            searched = described.get("scale_search")
+            farthest = 1.5 * absmax.max() if searched else (absmax - absmax.mean()).abs().max()
+            bound = bound + farthest * (0.9 / 64 / 2 + 2**-15) + 1e-6
     return bound.expand_as(groups).reshape(matrix.shape)
 
 

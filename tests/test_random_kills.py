@@ -16,11 +16,14 @@ from run_support import checkpoint_bytes
 from test_picture_runs import everything
 from tiny import write_tiny
 
+from outsize.base.journal import read_journal
 from outsize.recipes.load import load_recipe
 from outsize.runs.checkpoint import newest_checkpoint
 from outsize.runs.folder import RunFolder
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from kill_support import Context
 
 STEPS = 8
@@ -64,6 +67,15 @@ def step_of(run: RunFolder) -> int:
     return 0 if path is None else int(path.name)
 
 
+def wait_for_step(child: BaseProcess, run: RunFolder, step: int) -> None:
+    """Until the training has done a step, or has ended."""
+    while child.exitcode is None:
+        steps = [one["step"] for one in read_journal(run.journal) if one["event"] == "step"]
+        if steps and steps[-1] >= step:
+            return
+        child.join(0.005)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [NUM_KILLS])
 def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one_with_everything_on(
@@ -87,7 +99,11 @@ def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one_with_everythi
         runs += 1
         while kills < num_kills:
             child = start(processes, recipe, log)
-            child.join(dice.uniform(0.05, 1.2) * span)
+            if kills % 2:  # anywhere, most of it before the first step
+                child.join(dice.uniform(0.05, 1.2) * span)
+            else:
+                wait_for_step(child, run_of(recipe), dice.randrange(1, STEPS))
+                child.join(dice.uniform(0, 0.2))  # anywhere in the next ones
             if child.exitcode is not None:
                 assert child.exitcode == 0, log.read_text(encoding="utf-8")[-4000:]
                 break
