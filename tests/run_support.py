@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import child_commands
 import torch
 import yaml
 from PIL import Image
@@ -98,16 +99,10 @@ def checkpoint_bytes(run: RunFolder) -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in sorted(folder.iterdir())}
 
 
-def outsize(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The real command in a child process."""
-    return subprocess.run(
-        command(*arguments),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-        **options,
-    )
+def outsize(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The real command in a child process; see child_commands."""
+    words = [str(one) for one in arguments]
+    return child_commands.run(words, cwd=cwd or Path.cwd(), env=environment())
 
 
 def command(*arguments: str | Path) -> list[str]:

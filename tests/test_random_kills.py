@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import child_commands
 import pytest
-from kill_support import context, start
-from run_support import checkpoint_bytes
+from run_support import checkpoint_bytes, environment
 from test_picture_runs import everything
 from tiny import write_tiny
 
@@ -23,8 +22,6 @@ from outsize.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
-
-    from kill_support import Context
 
 STEPS = 8
 # A kill takes five seconds, nearly all of them a start; fifty at least once for every release.
@@ -39,22 +36,21 @@ CHANGES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Context:
-    # The fork server finds modules by the environment only.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return context()
-
-
 def run_of(recipe: Path) -> RunFolder:
     return RunFolder(load_recipe(recipe).run_folder())
 
 
-def finish(processes: Context, recipe: Path, log: Path) -> float:
+def start(recipe: Path, log: Path) -> BaseProcess:
+    """`outsize train RECIPE`, what it prints in a file."""
+    return child_commands.start(
+        ["train", str(recipe)], log, log, cwd=recipe.parent, env=environment()
+    )
+
+
+def finish(recipe: Path, log: Path) -> float:
     """Let it train to the end; the seconds it took."""
     began = time.monotonic()
-    child = start(processes, recipe, log)
+    child = start(recipe, log)
     child.join(300)
     assert child.exitcode == 0, log.read_text(encoding="utf-8")[-4000:]
     assert run_of(recipe).state == "completed"
@@ -79,15 +75,15 @@ def wait_for_step(child: BaseProcess, run: RunFolder, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [NUM_KILLS])
 def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one_with_everything_on(
-    processes: Context, tmp_path: Path, num_kills: int
+    tmp_path: Path, num_kills: int
 ) -> None:
     """Masks, resolutions, flips, weights, regularisation, dropout, accumulation, an average, previews, 8-bit state."""
     model, dice = write_tiny("flux2", "tiny", tmp_path / "model"), random.Random(7)
     unbroken = everything(tmp_path / "data", model, name="whole", cache="whole", **CHANGES)
-    finish(processes, unbroken, tmp_path / "whole.log")  # the server's imports are in this one
+    finish(unbroken, tmp_path / "whole.log")  # the server's imports are in this one
     expected = checkpoint_bytes(run_of(unbroken))
     again = everything(tmp_path / "data", model, name="again", cache="whole", **CHANGES)
-    span = finish(processes, again, tmp_path / "again.log")
+    span = finish(again, tmp_path / "again.log")
     assert checkpoint_bytes(run_of(again)) == expected
     reached: Counter[int] = Counter()
     kills = runs = 0
@@ -98,7 +94,7 @@ def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one_with_everythi
         recipe = everything(tmp_path / "data", model, name=name, cache=name, **CHANGES)
         runs += 1
         while kills < num_kills:
-            child = start(processes, recipe, log)
+            child = start(recipe, log)
             if kills % 2:  # anywhere, most of it before the first step
                 child.join(dice.uniform(0.05, 1.2) * span)
             else:
@@ -111,7 +107,7 @@ def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one_with_everythi
             child.join()
             kills += 1
             reached[step_of(run_of(recipe))] += 1
-        finish(processes, recipe, log)
+        finish(recipe, log)
         assert checkpoint_bytes(run_of(recipe)) == expected, f"after {kills} kills"
     at = dict(sorted(reached.items()))
     print(f"{kills} kills in {runs} runs of {span:.1f} s, at steps {at}")  # noqa: T201
