@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import child_commands
 import torch
@@ -20,11 +21,15 @@ from tiny import write_tiny
 from outsize.app.planning import plan_here
 from outsize.app.site import Site, open_site
 from outsize.app.train import Trained, train
+from outsize.base.journal import read_journal
 from outsize.base.progress import Silent
 from outsize.devices.protocol import open_device
 from outsize.recipes.load import load_recipe
 from outsize.runs.checkpoint import all_checkpoints
 from outsize.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 _COLOURS = ("red", "green", "blue", "black", "white", "orange")
 
@@ -103,6 +108,32 @@ def outsize(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Compl
     """The real command in a child process; see child_commands."""
     words = [str(one) for one in arguments]
     return child_commands.run(words, cwd=cwd or Path.cwd(), env=environment())
+
+
+def outsize_started(*arguments: str | Path, log: Path) -> BaseProcess:
+    """The real command in a child process, begun; all that it says is appended to a file."""
+    words = [str(one) for one in arguments]
+    return child_commands.start(words, log, log, cwd=Path.cwd(), env=environment())
+
+
+def killed_after_step(step: int, recipe: Path, *options: str) -> None:
+    """`outsize train` killed once a step of it is done."""
+    child = outsize_started("train", recipe, *options, log=recipe.with_suffix(".log"))
+    wait_for_step(child, RunFolder(load_recipe(recipe).run_folder()).journal, step)
+    assert child.exitcode is None, f"it ended before step {step} was seen"
+    child.kill()
+    child.join()
+
+
+def wait_for_step(child: BaseProcess, journal: Path, step: int) -> None:
+    """Until a training has done a step, or has ended."""
+    deadline = time.monotonic() + 120
+    while child.exitcode is None:
+        steps = [one["step"] for one in read_journal(journal) if one["event"] == "step"]
+        if steps and steps[-1] >= step:
+            return
+        assert time.monotonic() < deadline, f"no step {step} within two minutes"
+        child.join(0.005)
 
 
 def command(*arguments: str | Path) -> list[str]:

@@ -214,6 +214,17 @@ def test_a_killed_or_stopped_run_loses_no_preview(
     assert made == [0, 2, 4, 6]
 
 
+def test_what_a_kill_left_of_a_preview_is_cleared_away(model: Path, tmp_path: Path) -> None:
+    """A folder under a temporary name holds latents whose preview.json was never written."""
+    recipe = write_recipe(tmp_path, model=model, previews=PREVIEWS | {"decode": "end"})
+    left = tmp_path / "runs" / "run" / "previews" / ".tmp-00000002-0123456789ab"
+    left.mkdir(parents=True)
+    (left / "latents.safetensors").write_bytes(b"")
+    _, run = train_here(recipe)
+    assert list(_previews(run)) == [0, 2, 4, 6]
+    assert not left.exists()
+
+
 def test_the_device_is_told_again_how_exactly_to_compute(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

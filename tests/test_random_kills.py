@@ -7,21 +7,16 @@ import random
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import child_commands
 import pytest
-from run_support import checkpoint_bytes, environment
+from run_support import checkpoint_bytes, outsize_started, wait_for_step
 from test_picture_runs import everything
 from tiny import write_tiny
 
-from outsize.base.journal import read_journal
 from outsize.recipes.load import load_recipe
 from outsize.runs.checkpoint import newest_checkpoint
 from outsize.runs.folder import RunFolder
-
-if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
 
 STEPS = 8
 # A kill takes five seconds, nearly all of them a start; fifty at least once for every release.
@@ -40,17 +35,10 @@ def run_of(recipe: Path) -> RunFolder:
     return RunFolder(load_recipe(recipe).run_folder())
 
 
-def start(recipe: Path, log: Path) -> BaseProcess:
-    """`outsize train RECIPE`, what it prints in a file."""
-    return child_commands.start(
-        ["train", str(recipe)], log, log, cwd=recipe.parent, env=environment()
-    )
-
-
 def finish(recipe: Path, log: Path) -> float:
     """Let it train to the end; the seconds it took."""
     began = time.monotonic()
-    child = start(recipe, log)
+    child = outsize_started("train", recipe, log=log)
     child.join(300)
     assert child.exitcode == 0, log.read_text(encoding="utf-8")[-4000:]
     assert run_of(recipe).state == "completed"
@@ -61,15 +49,6 @@ def step_of(run: RunFolder) -> int:
     path, faults = newest_checkpoint(run.checkpoints)
     assert not faults, "a checkpoint is whole or is not there"
     return 0 if path is None else int(path.name)
-
-
-def wait_for_step(child: BaseProcess, run: RunFolder, step: int) -> None:
-    """Until the training has done a step, or has ended."""
-    while child.exitcode is None:
-        steps = [one["step"] for one in read_journal(run.journal) if one["event"] == "step"]
-        if steps and steps[-1] >= step:
-            return
-        child.join(0.005)
 
 
 @pytest.mark.slow
@@ -94,11 +73,11 @@ def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one_with_everythi
         recipe = everything(tmp_path / "data", model, name=name, cache=name, **CHANGES)
         runs += 1
         while kills < num_kills:
-            child = start(recipe, log)
+            child = outsize_started("train", recipe, log=log)
             if kills % 2:  # anywhere, most of it before the first step
                 child.join(dice.uniform(0.05, 1.2) * span)
             else:
-                wait_for_step(child, run_of(recipe), dice.randrange(1, STEPS))
+                wait_for_step(child, run_of(recipe).journal, dice.randrange(1, STEPS))
                 child.join(dice.uniform(0, 0.2))  # anywhere in the next ones
             if child.exitcode is not None:
                 assert child.exitcode == 0, log.read_text(encoding="utf-8")[-4000:]

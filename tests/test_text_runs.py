@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from language_support import NAMES
-from run_support import checkpoint_bytes, command, environment, outsize, site_of, train_here
+from run_support import checkpoint_bytes, killed_after_step, outsize, site_of, train_here
 from text_run_support import write_language, write_talks, write_text_recipe
 from torch import Tensor
 
@@ -89,18 +87,7 @@ def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one(
     assert outsize("train", whole, "--offline").returncode == 0
     recipe = recipe_of(models, tmp_path, name="killed", train={"steps": 12})
     step = random.Random(3).randrange(3, 11)
-    child = subprocess.Popen(
-        command("train", recipe, "--offline"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment(),
-    )
-    journal = tmp_path / "runs" / "killed" / "journal.jsonl"
-    while not (journal.exists() and f'"step": {step}' in journal.read_text(encoding="utf-8")):
-        assert child.poll() is None, "it ended before it could be killed"
-        time.sleep(0.002)
-    child.kill()
-    child.wait()
+    killed_after_step(step, recipe, "--offline")
     again = outsize("train", recipe, "--offline")
     assert again.returncode == 0, again.stderr
     runs = [RunFolder(tmp_path / "runs" / name) for name in ("whole", "killed")]

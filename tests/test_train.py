@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,12 @@ import torch
 from run_support import (
     adapter_of,
     checkpoint_bytes,
-    command,
-    environment,
+    killed_after_step,
     outsize,
+    outsize_started,
     site_of,
     train_here,
+    wait_for_step,
     write_pictures,
     write_recipe,
 )
@@ -120,7 +118,7 @@ def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one(
             checkpoints=every,
         )
         k = dice.randrange(1, 29)
-        _kill_after_step(recipe, tmp_path / "runs" / f"killed{number}", k)
+        killed_after_step(k, recipe, "--device", "cpu")
         done = outsize("train", recipe, "--device", "cpu")
         assert done.returncode == 0, done.stderr
         assert checkpoint_bytes(_run(tmp_path, f"killed{number}")) == expected
@@ -132,26 +130,6 @@ def _run(folder: Path, name: str) -> Any:
     return RunFolder(folder / "runs" / name)
 
 
-def _kill_after_step(recipe: Path, run: Path, step: int) -> None:
-    child = subprocess.Popen(
-        command("train", recipe, "--device", "cpu"), env=environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    _wait_for(run / "journal.jsonl", step, child)
-    child.kill()
-    child.wait()
-
-
-def _wait_for(journal: Path, step: int, child: subprocess.Popen[Any]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and child.poll() is None:
-        steps = [one["step"] for one in read_journal(journal) if one["event"] == "step"]
-        if steps and steps[-1] >= step:
-            return
-        time.sleep(0.005)
-    assert child.poll() is not None, f"no step {step} within two minutes"
-
-
 @pytest.mark.parametrize("how", ["signal", "file"])
 def test_a_request_to_stop_saves_and_the_next_start_goes_on(
     models: dict[str, Path], tmp_path: Path, how: str
@@ -160,18 +138,17 @@ def test_a_request_to_stop_saves_and_the_next_start_goes_on(
         tmp_path, model=models["flux2"], train={"steps": 100_000}, checkpoints={"every": 100_000}
     )
     run = _run(tmp_path, "run")
-    child = subprocess.Popen(
-        command("train", recipe, "--device", "cpu"), env=environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    _wait_for(run.journal, 2, child)
+    log = tmp_path / "log"
+    child = outsize_started("train", recipe, "--device", "cpu", log=log)
+    wait_for_step(child, run.journal, 2)
     if how == "signal":
-        child.send_signal(signal.SIGTERM)
+        child.terminate()
     else:
         run.stop_now.touch()
-    out, err = child.communicate(timeout=60)
-    assert child.returncode == 3, err
-    assert "stopped after step" in out
+    child.join(60)
+    said = log.read_text(encoding="utf-8")
+    assert child.exitcode == 3, said
+    assert "stopped after step" in said
     assert run.state == "stopped"
     steps = [one["step"] for one in read_journal(run.journal) if one["event"] == "step"]
     assert int(max(run.checkpoints.iterdir()).name) == steps[-1]

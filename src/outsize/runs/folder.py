@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import filelock
 
 from outsize.base.errors import MachineFault
-from outsize.base.files import make_folder, write_json_atomically
+from outsize.base.files import make_folder, remove_temporaries, write_json_atomically
 
 State = Literal["new", "preparing", "running", "stopped", "completed", "failed"]
 
@@ -81,7 +81,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Work alone in this folder.
+        """Work alone in this folder, once what killed writers left in its folders is gone.
 
         Raises: MachineFault when another process does.
         """
@@ -94,6 +94,8 @@ class RunFolder:
                 f"another process works in {self.path}; wait for it, or stop it with an empty file {self.stop_now}"
             ) from None
         try:
+            for folder in filter(Path.is_dir, self.path.iterdir()):
+                remove_temporaries(folder)
             yield
         finally:
             lock.release()

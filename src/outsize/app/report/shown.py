@@ -51,8 +51,9 @@ def previews_of(run: RunFolder) -> tuple[list[Preview], int]:
 def comparisons_of(run: RunFolder) -> list[Picture]:
     """The newest grid of base against adapter, and the demo's."""
     folders = sorted(
-        (one for one in (run.path / "compare").glob("*") if (one / "grid.png").exists()),
-        key=lambda one: one.name,
+        one
+        for one in (run.path / "compare").glob("*")
+        if one.name.isdigit() and (one / "grid.png").exists()
     )
     paths = [(one / "grid.png", f"base against adapter ({one.name})") for one in folders[-1:]]
     paths.append((run.path / "demo.png", "the demo's proof"))
