@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from outsize.placement.protocol import Lists
 from outsize.train.loop import Split
 from outsize.weights.budget import private_bytes
 
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
     from outsize.base.journal import Journal
     from outsize.devices.protocol import Device, Mark
-    from outsize.layers.model import PacketHolder
+    from outsize.layers.model import FrozenModel, PacketHolder
 
 _MEMORY_EVERY_S = 10.0  # between two looks at the memory
+_COPIED = "copied_bytes"  # an attribute of placements that count
 _Result = TypeVar("_Result")
 
 
@@ -60,8 +62,12 @@ class MeteredPlacement:
 
     def copied_bytes(self) -> int:
         """Bytes copied to the device so far, by a placement that counts them; 0 by one that copies nothing."""
-        counted: int = getattr(self.inner, "copied_bytes", 0)
+        counted: int = getattr(self.inner, _COPIED, 0)
         return counted
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Device memory by name, of a placement that names it."""
+        return self.inner.buffers() if isinstance(self.inner, Lists) else {}
 
     def take_waited_s(self) -> float:
         """Seconds waited since the last call; the device must be synchronised."""
@@ -83,6 +89,16 @@ class MeteredPlacement:
         result = act()
         self._waits.append((before, self._device.mark()))
         return result
+
+
+def copied_bytes_of(model: FrozenModel) -> Callable[[], int] | None:
+    """What tells how many bytes a model's placement copied to the device so far; None where it does not count them."""
+    placement = model.placement
+    if isinstance(placement, MeteredPlacement):
+        return placement.copied_bytes
+    if not hasattr(placement, _COPIED):
+        return None
+    return lambda: int(getattr(placement, _COPIED))
 
 
 class StepMeter:

@@ -14,6 +14,7 @@ from outsize.app.attached import adapted, make_update
 from outsize.app.meter import MemoryMeter, MeteredPlacement, StepMeter
 from outsize.app.models import Training
 from outsize.app.parts import BASE
+from outsize.app.residency import Residency
 from outsize.app.site import Site
 from outsize.app.starting import begin_from_file_
 from outsize.app.tasks.protocol import Table, Task, task_of
@@ -78,13 +79,7 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
     recipe, task = site.recipe, task_of(site.recipe)
     corpus = task.corpus(site)
     site.waypoints.mark("corpus ready")
-    identity = {
-        "numbers": recipe.numbers_digest(),
-        "manifest": corpus.digest(),
-        "base": site.stores.key(BASE),
-        "adapter": adapter_identity(recipe),
-        "computed_by": _computed_by(site),
-    }
+    identity = _identity(site, corpus.digest())
     training = Training(site.stores.cache_folder / "compiled")
     with adapted(site, training) as (model, adapter, initial):
         # now that all libraries are there
@@ -93,15 +88,19 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
         update = make_update(recipe, adapter, initial)
         adapter.shown = lambda: update.shown(recipe.checkpoints.weights)
         pace, measured = _Pace(site), task.watch(site, model, adapter, corpus)
-
         memory = MemoryMeter(site.device, site.journal)
+        requests, clock = Requests(run), _clock(site, model)
+        residency = Residency(site, model, adapter, update, requests)
 
         def seen(report: StepReport) -> None:
             pace.see(report)
             memory.see(report.step)
             watch(report)
 
-        requests = Requests(run)
+        def between(report: StepReport) -> None:
+            measured.see(report)
+            residency.see(report)
+
         loop = Loop(
             settings=loop_settings(recipe),
             update=update,
@@ -113,14 +112,18 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
             checkpoints=run.checkpoints,
             identity=identity,
             watch=seen,
-            between=measured.see,
-            clock=_clock(site, model),
+            between=between,
+            clock=clock,
         )
         resumed_at = _resume(site, run, loop, identity, task)
         # now that it is known to go with the checkpoints
         write_json_atomically(run.recipe, recipe.to_json())
         run.set_state("running", step=resumed_at)
-        with requests.listening(), site.stages.stage("train"):
+        with (
+            requests.listening(),
+            site.stages.stage("train"),
+            residency.watching(resumed_at),
+        ):
             measured.begin(resumed_at)
             outcome = loop.run()
             step = pace.last.step if pace.last else resumed_at
@@ -162,6 +165,17 @@ class _Pace:
             # stages before this one, but for the base's own, made or looked up what a later start finds
             made_s = sum(one.seconds for one in site.stages.finished if one.name != f"load {BASE}")
             self.boot_s = site.waypoints.seconds - made_s
+
+
+def _identity(site: Site, manifest: str) -> dict[str, Any]:
+    """What a checkpoint must share with the run that resumes it. manifest: digest of the data."""
+    return {
+        "numbers": site.recipe.numbers_digest(),
+        "manifest": manifest,
+        "base": site.stores.key(BASE),
+        "adapter": adapter_identity(site.recipe),
+        "computed_by": _computed_by(site),
+    }
 
 
 def _clock(site: Site, model: FrozenModel) -> StepMeter:

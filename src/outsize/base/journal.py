@@ -7,8 +7,9 @@ kill is skipped by readers; it can only be the last one of a process.
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ class Journal:
         self.path = path
         self._start = time.monotonic()
         self._followers: list[Follower] = []
+        self._lock = (
+            threading.RLock()
+        )  # a thread writes beside the one that trains; followers write
         needs_newline = (
             path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
         )
@@ -38,10 +42,11 @@ class Journal:
             "elapsed_s": round(time.monotonic() - self._start, 3),
             "event": event,
         }
-        self._file.write(json.dumps(line | values, ensure_ascii=False) + "\n")
-        self._file.flush()
-        for follower in tuple(self._followers):
-            follower(line | values)
+        with self._lock:
+            self._file.write(json.dumps(line | values, ensure_ascii=False) + "\n")
+            self._file.flush()
+            for follower in tuple(self._followers):
+                follower(line | values)
 
     @contextmanager
     def followed_by(self, follower: Follower) -> Iterator[None]:
@@ -57,15 +62,37 @@ class Journal:
         self._file.close()
 
 
+class JournalTail:
+    """Reads a journal while it grows: each call gives the events that were finished since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._position = path, 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Events in order, torn lines left out; a line that is still being written waits for its end."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._position += len(whole)
+        return [*_events(whole.decode("utf-8", "replace").split("\n"))]
+
+
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
     """Events of a journal in order, torn lines left out."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(event, dict):
-                yield event
+        yield from _events(file)
+
+
+def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(event, dict):
+            yield event

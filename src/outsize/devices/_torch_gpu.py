@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 import torch.utils.deterministic
+from torch import Tensor
 
 from outsize.base.errors import MachineFault
 from outsize.base.units import format_bytes
 from outsize.devices._graphs import StreamRecorder
 from outsize.devices._host import HostBuffer, pageable, touch_
+from outsize.devices._reading import read_bytes
 from outsize.devices._sensors import CardId
 
 _PORTABLE = (
@@ -60,6 +62,11 @@ class TorchGpu:
         return torch.cuda.get_device_name(self.torch_device)
 
     @property
+    def has_own_memory(self) -> bool:
+        found: Any = torch.cuda.get_device_properties(self.torch_device)
+        return not found.is_integrated
+
+    @property
     def card(self) -> CardId:
         return card_id(
             torch.cuda.get_device_properties(self.torch_device), is_amd=bool(torch.version.hip)
@@ -90,6 +97,9 @@ class TorchGpu:
 
     def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.torch_device)
+
+    def read(self, content_u8: Tensor) -> None:
+        read_bytes(content_u8)
 
     def mark(self) -> Point:
         event: Callable[..., torch.cuda.Event] = torch.cuda.Event

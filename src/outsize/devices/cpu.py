@@ -14,6 +14,7 @@ import torch
 
 from outsize.base.errors import MachineFault
 from outsize.devices._host import HostBuffer, pageable
+from outsize.devices._reading import read_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,10 @@ class Cpu:
         return f"CPU, {torch.get_num_threads()} threads"
 
     @property
+    def has_own_memory(self) -> bool:
+        return False
+
+    @property
     def card(self) -> None:
         """There is none."""
 
@@ -63,6 +68,9 @@ class Cpu:
 
     def reserved_bytes(self) -> int:
         return 0
+
+    def read(self, content_u8: torch.Tensor) -> None:
+        read_bytes(content_u8)
 
     def mark(self) -> Now:
         return Now(time.perf_counter())

@@ -14,6 +14,7 @@ from outsize.base.errors import MachineFault
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from outsize.devices._host import HostBuffer
     from outsize.devices._sensors import CardId
@@ -65,6 +66,10 @@ class Device(Protocol):
         """Whether copies from pinned host memory overlap with compute (streams and events exist)."""
 
     @property
+    def has_own_memory(self) -> bool:
+        """Whether its memory is not the host's."""
+
+    @property
     def card(self) -> CardId | None:
         """Which physical card it is, for whoever asks the system about it; None for the host's processor."""
 
@@ -88,6 +93,9 @@ class Device(Protocol):
 
     def reserved_bytes(self) -> int:
         """What the allocator holds of the device now; 0 as with peak_bytes."""
+
+    def read(self, content_u8: Tensor) -> None:
+        """Queue work that reads every byte of a tensor (uint8) once, to learn how long that takes."""
 
     def mark(self) -> Mark:
         """The present end of the queue of the current stream."""

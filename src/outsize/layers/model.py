@@ -198,6 +198,13 @@ class FrozenModel:
         """Hold memory that tensors of this model lie in, and give it back when the model is closed."""
         self._lent.append(memory)
 
+    def small_tensors(self) -> dict[str, Tensor]:
+        """What the table lists beside the packed matrices and is meant to lie on the device, by name."""
+        packed = {spec.name for spec in self._table.linears()} | self._on_host
+        names = (spec.name for spec in self._table if spec.name not in packed)
+        found = {name: self._tensor(name) for name in names}
+        return {name: one for name, one in found.items() if one is not None}
+
     def without_weights(self) -> list[str]:
         """Parameters that were never loaded, the packed ones aside."""
         packed = {f"{spec.module}.weight" for spec in self._table.linears()}
@@ -237,6 +244,12 @@ class FrozenModel:
         owner = self.module.get_submodule(path)
         base: nn.Module = getattr(owner, "base_layer", owner)
         return base
+
+    def _tensor(self, name: str) -> Tensor | None:
+        """A small tensor of the module; None where upstream ties it to another, or does not keep it."""
+        path, _, leaf = name.rpartition(".")
+        found: Tensor | None = getattr(self._owner(path), leaf, None)
+        return found
 
     def _type_of(self, name: str, value: Tensor) -> torch.dtype:
         """What a small tensor computes in."""

@@ -92,6 +92,14 @@ class Reports(Protocol):
         """JSON values for the journal, among them whatever was not done as ordered."""
 
 
+@runtime_checkable
+class Lists(Protocol):
+    """What a placement may also be: it names the device memory that it holds, so that it can be proved to be there."""
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Tensors by name: "block 7", "slot 2". Work may be queued on them."""
+
+
 def report_of(placement: Placement) -> dict[str, Any]:
     """What a placement says of itself; one that says nothing states its bytes."""
     stated = {"device_bytes": placement.device_bytes(), "host_bytes": placement.host_bytes()}

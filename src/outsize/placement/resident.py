@@ -42,6 +42,10 @@ class Resident:
         on_host = self._device == torch.device("cpu")
         return self.device_bytes() if on_host else 0
 
+    def buffers(self) -> dict[str, Tensor]:
+        """One for each block."""
+        return {f"block {block}": one for block, one in enumerate(self._buffers)}
+
     def close(self) -> None:
         self._buffers.clear()
 

@@ -114,6 +114,11 @@ class Stream:
         ring = 0 if self._ring is None else self._ring.taken_bytes
         return self._pinned.num_bytes + self._pageable.num_bytes + ring
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Slots, and the blocks that stay."""
+        slots = {f"slot {slot}": one for slot, one in enumerate(self._slots)}
+        return slots | {f"block {block}": one for block, one in self._kept.items()}
+
     def report(self) -> dict[str, Any]:
         """Where the blocks are held in fact, and what it took; waits until all memory is there."""
         self._settle()

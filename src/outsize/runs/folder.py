@@ -1,8 +1,8 @@
 """The run folder: one folder holds all of a run, and a lock says who works in it.
 
 runs/NAME/: recipe.json, plan.json, state.json, journal.jsonl, checkpoints/STEP/, previews/STEP/, compare/, samples/,
-export/, report.html. Nothing of a run lives anywhere else; the files SAVE_NOW and STOP_NOW, put there by anybody, are
-requests to the process that trains.
+export/, report.html. Nothing of a run lives anywhere else; the files SAVE_NOW, STOP_NOW and PROVE_NOW, put there by
+anybody, are requests to the process that trains.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class RunFolder:
     def stop_now(self) -> Path:
         """A file whose presence asks to save and stop at the next step boundary."""
         return self.path / "STOP_NOW"
+
+    @property
+    def prove_now(self) -> Path:
+        """A file whose presence asks for a proof, at the next step boundary, of where the base's memory lies."""
+        return self.path / "PROVE_NOW"
 
     @property
     def state(self) -> State:

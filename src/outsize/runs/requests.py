@@ -1,7 +1,7 @@
 """Requests to a run in progress: signals, console events and files, all acted on at the next step boundary.
 
 SIGINT and SIGTERM (Windows: Ctrl-C, Ctrl-Break and the closing of the console) ask to save and stop; a second SIGINT
-interrupts at once. The files SAVE_NOW and STOP_NOW ask the same from outside the process.
+interrupts at once. The files SAVE_NOW and STOP_NOW ask the same from outside the process; PROVE_NOW asks where memory lies.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ class Requests:
             self._folder.stop_now.unlink(missing_ok=True)
             return "stop", "STOP_NOW"
         return None if self._signal is None else ("stop", self._signal)
+
+    def take_proof(self) -> bool:
+        """Whether a proof was asked for since the last look."""
+        is_asked = self._folder.prove_now.exists()
+        self._folder.prove_now.unlink(missing_ok=True)
+        return is_asked
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -114,6 +114,17 @@ class Update:
         flat = self._averaged()
         return None if flat is None else self._views(flat)
 
+    def held(self) -> dict[str, Tensor]:
+        """Memory that is held for training, by name; the optimiser's own comes with its first step."""
+        flat = {"fp32 masters": self._flat.detach()}
+        if self._average is not None:
+            flat["moving average"] = self._average.values
+        states = self.optimizer.state.values()
+        own = ((key, one) for state in states for key, one in state.items())
+        # what is one number counts steps, and may lie on the host
+        own = ((key, one) for key, one in own if isinstance(one, Tensor) and one.numel() > 1)
+        return flat | {f"optimiser's {key}": one for key, one in own}
+
     @contextmanager
     def shown(self, which: Literal["averaged", "raw"]) -> Iterator[None]:
         """Within the block the adapter computes with the averaged weights, where there are any; no bit is changed by it."""

@@ -157,6 +157,9 @@ _SAID = {
 }
 
 
+_DOUBTFUL = ("off the card", "in doubt", "unknown")  # verdicts of doctor/residency.py
+
+
 def _warned(history: History) -> Iterator[str]:
     for kind, words in _SAID.items():
         for event in history.of.get(kind, []):
@@ -165,6 +168,9 @@ def _warned(history: History) -> Iterator[str]:
                 yield words.format_map(_Blank(known)).removesuffix(": ")
     zero = history.last("delta").get("zero")
     yield from (f"{path} did not move" for path in (zero if isinstance(zero, list) else ()))
+    for proof in history.of.get("residency", []):
+        if proof.get("verdict") in _DOUBTFUL:
+            yield f"step {proof.get('step')}: {proof.get('told')}"
     for resume in history.resumes:
         if resume.lost:
             yield f"{resume.lost} steps after step {resume.step} were lost with a kill, and taken again"
