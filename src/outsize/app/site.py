@@ -31,6 +31,7 @@ from outsize.placement.protocol import Placement, report_of
 from outsize.plan.names import TASKS, base_family
 from outsize.runs.checkpoint import all_checkpoints
 from outsize.runs.folder import RunFolder
+from outsize.runs.process import ProcessId
 from outsize.weights.budget import trim_heap
 from outsize.weights.reading import StoreReader
 
@@ -216,8 +217,9 @@ def open_site(
         write_json_atomically(run.plan, plan.to_json())
         journal = Journal(run.journal)
         journal.write(
-            "device", kind=device.kind, name=device.name, compute=str(device.compute_dtype)
-        )
+            "device", kind=device.kind, name=device.name, compute=str(device.compute_dtype),
+            process=ProcessId.own().to_json(),
+        )  # fmt: skip
         try:
             yield Site(
                 recipe,
