@@ -97,7 +97,10 @@ class Proof:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return {**asdict(self), "told": str(self)}
+        lists = {
+            name: [asdict(one) for one in getattr(self, name)] for name in ("witnesses", "culprits")
+        }
+        return {**asdict(self), **lists, "told": str(self)}
 
     def require(self) -> None:
         """Go on only where nothing is known to be away.
