@@ -64,3 +64,9 @@ class MachineFault(OutsizeError):  # noqa: N818
     """The machine did not do what it promised: out of memory, no such device, a dead driver."""
 
     exit_code = 11
+
+
+class Stalled(OutsizeError):  # noqa: N818
+    """The card stopped getting anywhere while training: what was saved can be resumed in a fresh process."""
+
+    exit_code = 12

@@ -20,6 +20,7 @@ from outsize.adapters.health import HealthWatch, require_finite
 from outsize.base.journal import Journal
 from outsize.runs.checkpoint import Checkpoint, prune_checkpoints, save_checkpoint
 from outsize.runs.requests import Requests
+from outsize.train.stalls import Doing
 from outsize.train.update import Update
 
 Outcome = Literal["completed", "stopped"]
@@ -111,7 +112,7 @@ class Loop:
     begin_step: tells the placement that a step begins. losses: the loss of one micro-batch (step, place), with its
     graph. names_of: what a step learns from, to name it when it fails. identity: JSON that a checkpoint must share with the run that resumes it. watch: sees every report.
     between: called after each step, once what has to be saved is saved, unless the run stops there. clock: None: where a
-    step's seconds go is not measured.
+    step's seconds go is not measured. doing: told when a step begins, and when it has ended.
     """
 
     settings: LoopSettings
@@ -126,6 +127,7 @@ class Loop:
     watch: Callable[[StepReport], None]
     between: Callable[[StepReport], None] | None = None
     clock: StepClock | None = None
+    doing: Callable[[Doing], None] | None = None
     start: int = 0
 
     def run(self) -> Outcome:
@@ -144,6 +146,7 @@ class Loop:
         return "completed"
 
     def _step(self, step: int, health: HealthWatch) -> StepReport:
+        self._says("step")
         started = time.perf_counter()
         if self.clock is not None:
             self.clock.begin()
@@ -167,7 +170,13 @@ class Loop:
             self.update.clip_(self.settings.clip_norm, norm)
         rate = self.settings.rate_at(step)
         self.update.step_(rate)
-        return self._report(step, loss_value, norm_value, rate, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._says("between")
+        return self._report(step, loss_value, norm_value, rate, seconds)
+
+    def _says(self, what: Doing) -> None:
+        if self.doing is not None:
+            self.doing(what)
 
     def _waited_for(self, loss: Tensor, norm: Tensor) -> list[float]:
         """Loss and norm: the one wait of a step for the device, so they come together."""
