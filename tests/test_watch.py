@@ -83,6 +83,17 @@ def shown(made: Made) -> dict[str, list[str]]:
 # --- what is shown -------------------------------------------------------------------------------
 
 
+def test_a_stall_is_shown_until_a_fresh_process_trains(made: Made) -> None:
+    """A run that goes on slowly looks well from its loss alone."""
+    made.train()
+    made.steps(1, 3)
+    made.journal.write("stall", what="clock at its floor: 41 MHz")
+    assert shown(made)["stalled"] == ["clock at its floor: 41 MHz"]
+    assert line_of(Watcher(made.run).look()).startswith("training, stalled, step 3 of 40")
+    made.train()
+    assert "stalled" not in shown(made)
+
+
 def test_a_card_that_trains_is_shown_whole(made: Made) -> None:
     """Memory adds up: 19 GiB given out of which 17 are listed, 20 kept, 21 counted by the system."""
     made.train()

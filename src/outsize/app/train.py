@@ -16,6 +16,7 @@ from outsize.app.models import Training
 from outsize.app.parts import BASE
 from outsize.app.residency import Residency
 from outsize.app.site import Site
+from outsize.app.stall_watch import StallWatch
 from outsize.app.starting import begin_from_file_
 from outsize.app.tasks.protocol import Table, Task, task_of
 from outsize.app.tracking import tracked
@@ -91,10 +92,12 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
         memory = MemoryMeter(site.device, site.journal)
         requests, clock = Requests(run), _clock(site, model)
         residency = Residency(site, model, adapter, update, requests)
+        stalls = StallWatch(site, requests)
 
         def seen(report: StepReport) -> None:
             pace.see(report)
             memory.see(report.step)
+            stalls.see(report)
             watch(report)
 
         def between(report: StepReport) -> None:
@@ -114,18 +117,15 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
             watch=seen,
             between=between,
             clock=clock,
+            doing=stalls.doing,
         )
         resumed_at = _resume(site, run, loop, identity, task)
         # now that it is known to go with the checkpoints
         write_json_atomically(run.recipe, recipe.to_json())
         run.set_state("running", step=resumed_at)
-        with (
-            requests.listening(),
-            site.stages.stage("train"),
-            residency.watching(resumed_at),
-        ):
+        with requests.listening(), site.stages.stage("train"), residency.watching(resumed_at):
             measured.begin(resumed_at)
-            outcome = loop.run()
+            outcome = stalls.watched(loop.run, resumed_at)
             step = pace.last.step if pace.last else resumed_at
             measured.end(step)
         _prove(site, adapter, update)

@@ -32,7 +32,7 @@ class View:
     """One look at a run; None: unknown. ages are seconds since it was told.
 
     loss_mean, step_s: mean and median of the last steps. left_s: at that pace. sensors: as `devices/_sensors.py` names them.
-    memory: bytes by owner, as far as anybody told. proof: the last one.
+    memory: bytes by owner, as far as anybody told. proof: the last one. stall: the last one since the training began.
     """
 
     doing: Doing
@@ -59,6 +59,7 @@ class View:
     sensors_age_s: float | None = None
     unknown: Sequence[str] = ()
     proof: Mapping[str, Any] = field(default_factory=dict)
+    stall: str = ""
     last_words: str = ""
 
     @property
@@ -118,6 +119,7 @@ class Watcher:
             left_s=left,
             device=str(self._last.get("device", {}).get("name", "")),
             proof={**proof, "age_s": _age(proof, now)} if proof else {},
+            stall=str(self._last.get("stall", {}).get("what", "")),
             last_words=self._last_words(doing),
             **self._sensed(now),
         )
@@ -130,6 +132,7 @@ class Watcher:
         if kind == "identity":
             self._trainer = self._process
             self._steps.clear()
+            self._last.pop("stall", None)
         if kind == "step":
             self._steps.append(event)
         elif isinstance(kind, str):

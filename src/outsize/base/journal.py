@@ -18,16 +18,14 @@ Follower = Callable[[dict[str, Any]], None]
 
 
 class Journal:
-    """An append-only JSONL file of events."""
+    """An append-only JSONL file of events. Threads may write to it; a follower may as well."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._start = time.monotonic()
         self._followers: list[Follower] = []
-        self._lock = (
-            threading.RLock()
-        )  # a thread writes beside the one that trains; followers write
+        self._lock = threading.RLock()  # a follower may write
         needs_newline = (
             path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
         )
@@ -42,8 +40,9 @@ class Journal:
             "elapsed_s": round(time.monotonic() - self._start, 3),
             "event": event,
         }
+        text = json.dumps(line | values, ensure_ascii=False) + "\n"
         with self._lock:
-            self._file.write(json.dumps(line | values, ensure_ascii=False) + "\n")
+            self._file.write(text)
             self._file.flush()
             for follower in tuple(self._followers):
                 follower(line | values)

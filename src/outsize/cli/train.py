@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import typer
@@ -42,6 +43,7 @@ def train(
     offline: OfflineOption = False,
 ) -> int:
     """Train a recipe, from its newest checkpoint if there is one. Ctrl-C saves and stops."""
+    from outsize.app.supervise import is_supervised, supervise
     from outsize.app.tasks.protocol import task_of
     from outsize.cli.report import reported
     from outsize.train.optimizers.protocol import require_optimizer
@@ -51,6 +53,13 @@ def train(
     chosen, run = recipe_and_run(recipe)
     task_of(chosen).require(chosen)
     require_optimizer(chosen.train.optimizer)
+    if chosen.on_stall == "resume" and not is_supervised():
+        asked = {
+            "--ram": ram, "--device": device, "--vram-limit": vram_limit, "--host-ram": host_ram
+        }  # fmt: skip
+        given = [word for name, value in asked.items() if value for word in (name, value)]
+        again = ["train", str(recipe), *given, *["--offline"] * offline]
+        return supervise(run, again, lambda text: print(text, file=sys.stderr, flush=True))
     with (
         open_site(
             chosen,

@@ -133,6 +133,7 @@ def line_of(view: View) -> str:
     """All that fits a line of a log."""
     parts = [
         view.doing,
+        view.stall and "stalled",
         _step(view),
         _loss(view) and f"loss {_loss(view)}",
         _pace(view),
@@ -156,6 +157,7 @@ def rows_of(view: View, name: str) -> list[tuple[str, str]]:
     if view.sensors_age_s is not None:
         rows.append(("sensors", f"read {_ago(view.sensors_age_s)}"))
     rows += [("unknown", why) for why in view.unknown]
+    rows += [("stalled", view.stall)] if view.stall else []
     return [*rows, ("last words", view.last_words)] if view.last_words else rows
 
 

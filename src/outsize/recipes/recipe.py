@@ -194,6 +194,11 @@ class Recipe(Section):
         description="Programs that are told of every step as well (files in outsize/runs/trackers): tensorboard, trackio. The "
         "run folder and its report need none.",
     )
+    on_stall: Literal["stop", "resume"] = Field(
+        default="stop",
+        description="When the card stops getting anywhere: save and stop, saying why; or go on in a fresh process from the last "
+        "checkpoint.",
+    )
     runs: FilePath = Field(default=Path("runs"), description="Folder of run folders.")
     cache: FilePath | None = Field(
         default=None,

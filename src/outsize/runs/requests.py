@@ -7,7 +7,7 @@ interrupts at once. The files SAVE_NOW and STOP_NOW ask the same from outside th
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Literal
@@ -24,6 +24,11 @@ class Requests:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._signal: str | None = None
+        self._asked: tuple[Request, str] | None = None
+
+    def ask(self, request: Request, who: str) -> None:
+        """Ask from within the process, from whatever thread."""
+        self._asked = (request, who)
 
     def look(self) -> tuple[Request, str] | None:
         """The request to act on now and who made it; files are removed as they are seen."""
@@ -33,7 +38,10 @@ class Requests:
         if self._folder.stop_now.exists():
             self._folder.stop_now.unlink(missing_ok=True)
             return "stop", "STOP_NOW"
-        return None if self._signal is None else ("stop", self._signal)
+        if self._signal is not None:
+            return "stop", self._signal
+        asked, self._asked = self._asked, None
+        return asked
 
     def take_proof(self) -> bool:
         """Whether a proof was asked for since the last look."""
@@ -44,15 +52,22 @@ class Requests:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take the signals over within the block (main thread only)."""
-        numbers = [getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)]
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        try:
+        with signals_taken(self._on_signal):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = signal.Signals(number).name
+
+
+@contextmanager
+def signals_taken(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle all signals that ask to stop within the block (main thread only)."""
+    numbers = [getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)]
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, had in before.items():
+            signal.signal(number, had)

@@ -149,6 +149,8 @@ def warnings_of(history: History) -> list[Warned]:
 
 _SAID = {
     "failed": "a training failed: {error}: {message}",
+    "stall": "stalled at step {step}: {what}",
+    "restarted": "a fresh process was started after step {step}",
     "warning": "{what}: {tensor}",
     "checkpoint_broken": "a broken checkpoint was passed over: {fault}",
     "cache_entry_broken": "a broken entry of the cache was made again: {fault}",
