@@ -12,7 +12,7 @@ from doctor_machines import GFX1201_LINUX, H200_LINUX, NO_CARD
 
 import outsize.app.doctor as app
 from outsize.app.planning import machine_here
-from outsize.base.errors import EXIT_COMPLETED, MachineFault
+from outsize.base.errors import EXIT_COMPLETED, MachineFault, RecipeError
 from outsize.cli.main import main
 from outsize.devices._rates import rates_of
 from outsize.doctor.checks import Check, Probe
@@ -153,3 +153,40 @@ def app_call(probe: Probe) -> Any:
 
     arguments = {"json:loads": ["{}"], "time:sleep": [600]}.get(probe.target, [])
     return Call(probe.id, probe.target, arguments, probe.timeout_s)
+
+
+def test_a_device_that_does_not_open_is_told_once_and_not_by_every_check(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seven equal errors with seven remedies, six of which do not help, would hide the one that does."""
+    monkeypatch.setattr(app, "gather_facts", lambda: NO_CARD)
+    monkeypatch.setattr(app, "standing_checks", lambda _, **__: [])
+    assert main(["doctor", "--device", "cuda"]) == MachineFault.exit_code
+    out, err = capsys.readouterr()
+    assert err.count("no cuda device can be used") == 1
+    assert "1 of 10 checks failed" in err
+    skipped = [line for line in out.splitlines() if "see check `device`" in line]
+    assert len(skipped) == 9
+    assert "close other programs" not in out
+    assert own_cache.exists()
+
+
+def test_a_device_of_no_such_name_is_refused_before_anything_is_measured(
+    own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--device", "cdua"]) == RecipeError.exit_code
+    out, err = capsys.readouterr()
+    assert "no device is called 'cdua'; did you mean 'cuda'?" in err
+    assert out == ""
+    assert not own_cache.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["doctor", "--cache", str(tmp_path / "file" / "stores")]) == MachineFault.exit_code
+    out, err = capsys.readouterr()
+    assert "stores cannot be written" in err
+    assert "name another with --cache" in err
+    assert out == ""

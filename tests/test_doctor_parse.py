@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from outsize.doctor import parse
+from outsize.doctor.facts import NO_TORCH
 from outsize.doctor.gather import build_of, is_container, rocm_of
 from outsize.doctor.parse import Card
 
@@ -97,6 +98,7 @@ def test_a_build_of_torch_is_known_without_importing_it() -> None:
     assert build_of({"version": "2.11.0+rocm7.14.0", "hip": None}) == "rocm"  # by its tag alone
     assert build_of({"version": "2.13.0+cpu", "cuda": None, "hip": None}) == "cpu"
     assert build_of({"version": "2.13.0", "cuda": "13.0"}) == "cuda"
+    assert build_of({}) == NO_TORCH  # known to be missing, and no rule about a build is open
 
 
 def test_containers_are_known_by_their_marks(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +16,10 @@ from typing import Any
 
 from outsize.app.planning import machine_here
 from outsize.base.errors import MachineFault
-from outsize.base.files import write_json_atomically
+from outsize.base.files import make_folder, write_json_atomically
 from outsize.devices._profile import MachineProfile
 from outsize.devices._rates import TABLE, rates_folder, rates_of
+from outsize.devices.protocol import DEVICES
 from outsize.doctor.checks import PROBES, Check, Probe, Status, Values, Verdict, measured_confidence
 from outsize.doctor.children import Outcome, run_calls
 from outsize.doctor.facts import Facts
@@ -98,12 +100,22 @@ def rules_json(judgement: Judgement, facts: Facts) -> dict[str, Any]:
 def examine(
     *, device_kind: str | None, cache: Path | None, told: Callable[[Check], None]
 ) -> Examination:
-    """Examine this machine. cache: whose disk is measured; None: this user's cache folder. told: of each check as it ends."""
+    """Examine this machine. cache: whose disk is measured; None: this user's cache folder. told: of each check as it ends.
+
+    Raises: RecipeError when no device is called so; MachineFault when nothing can be written where results are kept.
+    """
+    if device_kind is not None and device_kind not in DEVICES.names():
+        DEVICES.load(device_kind)  # says which there are
     started = time.monotonic()
     facts = gather_facts()
     if device_kind == CPU:
         facts = _without_card(facts)
     folder = cache or rates_folder()
+    for one, remedy in (
+        (folder, "name another with --cache"),
+        (rates_folder(), "set XDG_CACHE_HOME (on Windows LOCALAPPDATA)"),
+    ):
+        _require_writable(one, remedy)
     machine = machine_here(folder, device_kind=device_kind)
     checks = []
 
@@ -123,6 +135,17 @@ def examine(
     return examination
 
 
+def _require_writable(folder: Path, remedy: str) -> None:
+    try:
+        make_folder(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise MachineFault(
+            f"{folder} cannot be written ({error}), so neither a disk's rate nor a report could be; {remedy}"
+        ) from error
+
+
 def _measured(
     facts: Facts, machine: MachineProfile, kind: str | None, folder: Path
 ) -> Iterator[Check]:
@@ -137,12 +160,20 @@ def _measured(
         one.call(kind, *more.get(one.id, ())) for one in probes if has_card or not one.for_cards
     ]
     outcomes = run_calls(calls)
+    closed = ""
     for probe in probes:
+        if closed:
+            yield probe.skipped(closed)
+            continue
         if probe.for_cards and not has_card:
             yield probe.skipped("no card: a processor trains eagerly, from its own memory")
             continue
         outcome = next(outcomes)
         yield probe.judged(outcome, facts)
+        if probe.id == "device" and outcome.end != "done":
+            closed = (
+                "no device opened: see check `device`"  # whatever else needs one would say the same
+            )
         if probe.id == "rates" and outcome.end == "done":
             yield _disk_check(outcome, facts, folder)
 

@@ -55,9 +55,9 @@ def doctor(
         _show_checks(found.checks)
         _show_findings(found.judgement)
         _show_recommended(found.judgement, found.facts)
-        print(
-            f"\n{format_seconds(found.seconds)}; kept in {found.kept}, the rates beside it for plans"
-        )
+        has_rates = any(one.id == "rates" and one.status != "skipped" for one in found.checks)
+        beside = ", the rates beside it for plans" if has_rates else ""
+        print(f"\n{format_seconds(found.seconds)}; kept in {found.kept}{beside}")
     found.require_health()
     return 0
 
@@ -138,7 +138,7 @@ def _show_environment(*, as_json: bool) -> int:
     judgement = judge_rules(facts)
     if as_json:
         told: dict[str, Any] = {"facts": facts.to_json(), **rules_json(judgement, facts)}
-        print(json.dumps(told, indent=2))
+        print(json.dumps(told, indent=2, allow_nan=False))
         return 0
     _show_recommended(judgement, facts)
     return 0

@@ -75,7 +75,7 @@ class Probe:
         if outcome.end == "done":
             status, measured, wanted = self.judge(outcome.value, facts)
         else:
-            status, wanted = "fail", "an end"
+            status, wanted = "fail", "a result"
             measured = f"{outcome.end}: {outcome.why}"
         if status == "fail" and not self.is_needed:
             status = "warn"

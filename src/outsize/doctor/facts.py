@@ -20,6 +20,8 @@ INTEGRATED = frozenset(
 # What every machine has: a missing version of one of these is unknown, not absent.
 PLATFORM_VERSIONS = frozenset({"driver", "kernel", "rocm", "hip", "cuda"})
 
+NO_TORCH = "none"  # as torch_build: there is none
+
 # Packages whose versions are asked for.
 PACKAGES = (
     "torch", "triton", "triton-windows", "pytorch-triton-rocm", "triton-rocm", "bitsandbytes",
@@ -36,7 +38,8 @@ class Facts:
     "TCC", of NVIDIA on Windows. versions: of packages by their names, and of "driver", "kernel", "rocm" (as the wheel of
     torch names it), "hip" and "cuda" (torch.version). environment: the variables of this process. tools: vendors'
     programs found on PATH. sysctl: settings of the kernel. commit_limit_bytes: RAM and page files together (Windows), or
-    what the kernel would promise at most where it is told not to promise more (Linux, strict).
+    what the kernel would promise at most where it is told not to promise more (Linux, strict). torch_build: "cuda", "rocm",
+    "cpu", or NO_TORCH.
     """
 
     vendor: str | None

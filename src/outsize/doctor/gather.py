@@ -18,7 +18,7 @@ from typing import Any
 
 from outsize.devices._profile import ask_tool, within_cgroup
 from outsize.doctor import parse
-from outsize.doctor.facts import INTEGRATED, PACKAGES, Facts, Os
+from outsize.doctor.facts import INTEGRATED, NO_TORCH, PACKAGES, Facts, Os
 
 _TOOLS = ("nvidia-smi", "rocminfo", "hipinfo", "rocm-smi", "amd-smi")
 _SYSCTL = ("vm.compact_unevictable_allowed", "vm.overcommit_memory", "vm.swappiness")
@@ -77,10 +77,10 @@ def torch_build() -> dict[str, str | None]:
     return parse.parse_torch_version(_text(Path(spec.submodule_search_locations[0]) / "version.py"))
 
 
-def build_of(torch: Mapping[str, str | None]) -> str | None:
+def build_of(torch: Mapping[str, str | None]) -> str:
     """Whose build of torch it is, of the tag in its version too: torch.version.hip is empty in some AMD builds."""
     if not torch:
-        return None
+        return NO_TORCH
     tag = (torch.get("version") or "").partition("+")[2]
     if torch.get("hip") or "rocm" in tag:
         return "rocm"

@@ -10,7 +10,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from outsize.base.units import format_bytes
 from outsize.doctor.checks import Check, Status
-from outsize.doctor.facts import Facts
+from outsize.doctor.facts import NO_TORCH, Facts
 
 _READ = "read from the system"
 # Plans start near 6 GiB for the smallest bases; 16 GiB hold torch, an encoder's window and a desktop.
@@ -39,7 +39,8 @@ def check_driver(facts: Facts) -> Check:
     known = ("driver", "cuda", "rocm", "hip", "kernel")
     told = ", ".join(f"{name} {facts.versions[name]}" for name in known if facts.versions.get(name))
     measured = (
-        f"{facts.device} ({facts.arch or 'arch unknown'}), {told}, torch for {facts.torch_build}"
+        f"{facts.device} ({facts.arch or 'arch unknown'}), {told}, "
+        f"{'no torch' if facts.torch_build == NO_TORCH else f'torch for {facts.torch_build}'}"
     )
     builds = {"nvidia": "cuda", "amd": "rocm"}
     wanted = builds.get(facts.vendor or "")
@@ -98,7 +99,7 @@ def check_versions(versions: Mapping[str, str | None], requires: Requires | None
     measured = ", ".join(told)
     faults = [f"{name} is missing" for name in missing] + found
     if faults:
-        measured = f"{'; '.join(faults)} (found {measured})"
+        measured = "; ".join(faults) + (f" (found {measured})" if measured else "")
     remedy = "pip install --upgrade outsize, in an environment of its own" if faults else ""
     return Check(
         "versions", "fail" if faults else "pass", measured, "each takes the others' versions", remedy,
