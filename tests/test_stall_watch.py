@@ -31,7 +31,7 @@ from outsize.train.stalls import Limits
 HOOKS = Path(__file__).parent / "stall_hooks"
 SHORT = Limits(every_s=0.02, hung_s=0.3, frozen_s=0.3, first_s=0.3, grace_s=0.2, patience=5.0)
 HEALTHY = {"busy": 1.0, "memory_busy": 0.4, "power_w": 380.0, "clock_mhz": 2500.0}
-PROCESS = {"card_bytes": 20 << 30, "host_bytes": 0, "evicted_ms": 0}
+PROCESS = {"card_bytes": 20 << 30, "evicted_ms": 0}
 STEP_S = 0.01
 
 
@@ -62,6 +62,7 @@ class Training:
     told: Told
     ended: list[int]
     num_steps: int = 0
+    spilled_bytes: int = 0
 
     def steps(self, num: int, seconds: float = STEP_S) -> None:
         for _ in range(num):
@@ -77,7 +78,8 @@ class Training:
     def tell(self) -> None:
         """What app/sensing.py writes."""
         known = dict.fromkeys(HEALTHY) | self.sensors
-        self.run_journal.write("sensors", **known, process=PROCESS, host_bytes=1 << 34)
+        process = PROCESS | {"host_bytes": self.spilled_bytes}
+        self.run_journal.write("sensors", **known, process=process, host_bytes=1 << 34)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [one for one in read_journal(self.run.journal) if one["event"] == kind]
@@ -167,6 +169,31 @@ def test_slow_steps_whose_cause_nobody_can_tell_are_journaled_as_that(training: 
     assert told[0]["undecided"]["poisoned context"] == ["memory_busy"]
     training.steps(8, 0.1)
     assert len(training.events("stall_undecided")) == 1
+
+
+@pytest.mark.parametrize("verdict", ["off the card", "on the card"])
+def test_growth_on_the_host_is_proved_before_the_run_is_stopped(
+    training: Training, verdict: str
+) -> None:
+    """A proof that is older than the growth says nothing of it."""
+    learned(training)
+    training.run_journal.write("residency", moment="loaded", verdict="on the card")
+    training.spilled_bytes = 2 << 30
+    until(lambda: (training.steps(1, 0.05), training.requests.take_proof())[1])
+    assert training.events("stall") == []
+    training.run_journal.write("residency", moment="asked", verdict=verdict)
+    training.steps(6, 0.05)
+    stalls = [one["kind"] for one in training.events("stall")]
+    assert stalls == (["spilled memory"] if verdict == "off the card" else [])
+
+
+def test_a_watcher_that_fails_is_said_to_have_and_ends_nothing(training: Training) -> None:
+    training.run_journal.write("sensors", process=None)
+    training.watch.doing("step")
+    told = until(lambda: training.events("warning"))
+    assert told[0]["what"].startswith("stalls are not watched for any more: ")
+    assert training.told.said == [f"warning: {told[0]['what']}"]
+    assert not training.ended
 
 
 def test_a_step_that_comes_back_in_time_is_saved_and_the_run_stopped(

@@ -46,11 +46,11 @@ STALLED: dict[str, tuple[str, Trace]] = {
     "TheRock#7832, copy never ends": ("deadlock", healthy(RX_7900).then(70, RX_7900 | DEADLOCKED)),
     "founding page, 2.27 GB spilled": (
         "spilled memory",
-        healthy(RX_7900).then(30, RX_7900 | {"step_s": 204.0, "host_bytes": int(3.27 * GIB), "power_w": 160.0}),
+        healthy(RX_7900).then(30, RX_7900 | {"step_s": 204.0, "host_bytes": int(3.27 * GIB), "power_w": 160.0, "proof": "unknown"}),
     ),
     "ai-toolkit#794, creeping spill": (
         "spilled memory",
-        healthy(RX_7900).then(12, RX_7900 | {"step_s": 20.0, "host_bytes": 2 * GIB}),
+        healthy(RX_7900).then(12, RX_7900 | {"step_s": 20.0, "host_bytes": 2 * GIB, "proof": "in doubt"}),
     ),
     "evicted queues, steps of 20 s": (
         "evicted memory",
@@ -117,6 +117,9 @@ PASSING: dict[str, Trace] = {
     "another program that takes memory for a moment": healthy(RX_7900)
     .then(1, RX_7900 | {"step_s": 10.0}, host_bytes=4 * GIB)
     .then(20, RX_7900),
+    "buffers that are pinned for larger pictures": healthy(RX_7900)
+    .then(2, RX_7900 | {"step_s": 25.0, "host_bytes": 4 * GIB, "proof": "on the card"})
+    .then(60, RX_7900 | {"step_s": 25.0, "host_bytes": 4 * GIB}),
     "another program starts, and queues wait once": healthy(RX_7900).then(1, RX_7900 | {"evicted_ms": 900.0}).then(20, RX_7900),
     "a new shape is compiled for 4 minutes": healthy(RX_7900).then(24, RX_7900 | DEADLOCKED).then(20, RX_7900),
     "a block that comes from a slow network": healthy(RX_7900)
@@ -198,6 +201,25 @@ def test_the_words_hold_the_figures_beside_the_healthy_ones() -> None:
     for part in ("45 W (healthy: 380 W)", "2500 MHz (healthy: 2500 MHz)", "where 9.00 s is usual"):
         assert part in text
     assert "update driver and runtime" in text
+
+
+def test_memory_that_went_to_the_host_is_proved_before_anybody_is_accused() -> None:
+    """Buffers of our own are counted alike: the watcher asks where the base lies, and acts on the answer."""
+    grown = RX_7900 | {"step_s": 20.0, "host_bytes": 3 * GIB}
+    trace, judge = healthy(RX_7900).then(6, grown), Judge(Limits())
+    assert not [one for one in trace.samples if judge.see(one)]
+    assert judge.wants_proof
+    for proof, wanted in (("off the card", ["spilled memory"]), ("on the card", [])):
+        after = stalls_of(trace.then(6, grown | {"proof": proof}))
+        assert [one.signature.name for one in after] == wanted
+
+
+def test_what_was_proved_to_be_off_the_card_needs_no_counter() -> None:
+    """WSL counts nothing by process (WSL#11050); the clock of the proof tells."""
+    away = BLIND | {"step_s": 40.0, "proof": "off the card"}
+    assert [one.signature.name for one in stalls_of(healthy(BLIND).then(12, away))] == [
+        "spilled memory"
+    ]
 
 
 def test_a_stall_that_was_gone_is_told_again() -> None:

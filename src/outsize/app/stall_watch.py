@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -26,7 +27,7 @@ from outsize.base.errors import Stalled
 from outsize.base.units import format_seconds
 from outsize.runs.checkpoint import all_checkpoints
 from outsize.train.stall_judge import Judge
-from outsize.train.stalls import Baseline, Doing, Limits, Sample, Stall
+from outsize.train.stalls import SPILLED_BYTES, Baseline, Doing, Limits, Sample, Stall
 
 if TYPE_CHECKING:
     from outsize.app.site import Site
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 LIMITS = Limits()
 STACKS_NAME = "hung.txt"  # where every thread stood when the process was ended
-_SILENT = 3.0  # looks
+_SILENT, _PROVED = 3.0, 12.0  # looks for which sensors, and a proof, count
 _LAST_WORDS_S = 30.0  # a disk that does not answer must not keep a dead run alive
 
 Mark = tuple[int, Doing]  # counts up, so that a step is told from the next
@@ -66,9 +67,10 @@ class StallWatch:
         self._process = psutil.Process()
         self._marked: tuple[Mark, float] = (self._mark, 0.0)
         self._asked: tuple[Mark, float] = (self._mark, 0.0)
-        self._told: Baseline | None = None
+        self._learned: Baseline | None = None
         self._is_undecided_told = False
-        self._heard: tuple[float, Mapping[str, Any]] = (0.0, {})
+        self._told, self._proof = _Heard(), _Heard()
+        self._proved_bytes = 0  # that lay on the host at the proof
 
     def doing(self, what: Doing) -> None:
         """The training's thread begins something."""
@@ -106,16 +108,24 @@ class StallWatch:
                 thread.join(self._limits.every_s)
 
     def _run(self) -> None:
-        while not self._over.wait(self._limits.every_s):
-            sample = self._sample()
-            if self.stall is not None:
-                self._insist(self.stall, sample)
-                continue
-            found = self._judge.see(sample)
-            self._tell_learned()
-            self._tell_undecided()
-            if found is not None:
-                self._act(found)
+        try:
+            while not self._over.wait(self._limits.every_s):
+                self._look()
+        except Exception as error:  # noqa: BLE001 - a training that is well must not end by its watcher
+            self._warn(f"stalls are not watched for any more: {type(error).__name__}: {error}")
+
+    def _look(self) -> None:
+        sample = self._sample()
+        if self.stall is not None:
+            self._insist(self.stall, sample)
+            return
+        found = self._judge.see(sample)
+        self._tell_learned()
+        self._tell_undecided()
+        if self._judge.wants_proof:
+            self._requests.ask_proof()
+        if found is not None:
+            self._act(found)
 
     def _sample(self) -> Sample:
         """A look at the run and its machine."""
@@ -140,22 +150,32 @@ class StallWatch:
         )
 
     def _hear(self, event: Mapping[str, Any]) -> None:
+        now = time.monotonic()
         if event["event"] == "sensors":
-            self._heard = (time.monotonic(), event)
+            self._told = _Heard(now, event)
+        elif event["event"] == "residency":
+            self._proof, self._proved_bytes = _Heard(now, event), _host_bytes(self._told.event)
 
     def _sensors(self) -> dict[str, Any]:
         """What the card told last; nothing where it has been silent since, as a driver that hangs is."""
-        heard_s, event = self._heard
-        if time.monotonic() - heard_s > _SILENT * self._limits.every_s:
-            return {}
-        process = event["process"]
-        found = {name: event[name] for name in ("busy", "memory_busy", "power_w", "clock_mhz")}
-        return found | {name: process[name] for name in ("card_bytes", "host_bytes", "evicted_ms")}
+        since = time.monotonic() - self._limits.every_s * _SILENT
+        told = self._told.event if self._told.at_s > since else None
+        found: dict[str, Any] = {}
+        if told is not None:
+            names = ("busy", "memory_busy", "power_w", "clock_mhz")
+            process = ("card_bytes", "host_bytes", "evicted_ms")
+            found = {name: told[name] for name in names}
+            found |= {name: told["process"][name] for name in process}
+        since = time.monotonic() - self._limits.every_s * _PROVED
+        is_older = (found.get("host_bytes") or 0) - self._proved_bytes >= SPILLED_BYTES
+        if self._proof.at_s > since and not is_older:
+            found["proof"] = self._proof.event["verdict"]
+        return found
 
     def _tell_learned(self) -> None:
         """What is held to be healthy from here on; on a card that is far slower than planned from the start, aloud."""
-        judge, told = self._judge, self._told
-        if judge.baseline and (told is None or told.step_s != judge.baseline.step_s):
+        judge, known = self._judge, self._learned
+        if judge.baseline and (known is None or known.step_s != judge.baseline.step_s):
             planned_s = self._site.plan.step.seconds
             healthy = judge.baseline.to_json()
             self._site.journal.write(
@@ -166,7 +186,7 @@ class StallWatch:
                 self._warn(
                     f"steps take {took} where {format_seconds(planned_s)} were planned; stalls are judged by that"
                 )
-        self._told = judge.baseline or told
+        self._learned = judge.baseline or known
 
     def _tell_undecided(self) -> None:
         """That steps are slow, and what could not be told of it; once, and not where there is no card to tell of."""
@@ -221,6 +241,20 @@ class StallWatch:
     def _warn(self, text: str) -> None:
         self._site.progress.say(f"warning: {text}")
         self._site.journal.write("warning", what=text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """An event of the journal, and when it came."""
+
+    at_s: float = float("-inf")
+    event: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _host_bytes(sensors: Mapping[str, Any]) -> int:
+    """What lay on the host, as far as anybody told."""
+    found: int | None = sensors.get("process", {}).get("host_bytes")
+    return found or 0
 
 
 class _Awake:

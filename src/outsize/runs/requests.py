@@ -25,10 +25,15 @@ class Requests:
         self._folder = folder
         self._signal: str | None = None
         self._asked: tuple[Request, str] | None = None
+        self._is_proof_asked = False
 
     def ask(self, request: Request, who: str) -> None:
         """Ask from within the process, from whatever thread."""
         self._asked = (request, who)
+
+    def ask_proof(self) -> None:
+        """Ask for a proof of where memory lies, likewise."""
+        self._is_proof_asked = True
 
     def look(self) -> tuple[Request, str] | None:
         """The request to act on now and who made it; files are removed as they are seen."""
@@ -45,7 +50,8 @@ class Requests:
 
     def take_proof(self) -> bool:
         """Whether a proof was asked for since the last look."""
-        is_asked = self._folder.prove_now.exists()
+        is_asked = self._is_proof_asked or self._folder.prove_now.exists()
+        self._is_proof_asked = False
         self._folder.prove_now.unlink(missing_ok=True)
         return is_asked
 

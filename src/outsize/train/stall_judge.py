@@ -8,11 +8,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from outsize.adapters.health import WATCHED_UPDATES
 from outsize.base.units import format_bytes, format_seconds
 from outsize.train.stalls import (
     FROZEN,
+    OFF_CARD,
+    ON_CARD,
     SIGNATURES,
     TRICKLE,
     Baseline,
@@ -77,11 +80,13 @@ def _figure(sensor: str, seen: Seen) -> str:
     now, healthy = getattr(seen.now, sensor), getattr(seen.baseline, sensor, None)
     if sensor in {"cpu_s", "evicted_ms", "read_bytes"}:
         now = seen.rate(sensor)
+    if now is None:
+        return f"{sensor} unknown"
     written = _WRITTEN[sensor]
     return written(now) + (f" (healthy: {written(healthy)})" if healthy is not None else "")
 
 
-_WRITTEN: Mapping[str, Callable[[float], str]] = {
+_WRITTEN: Mapping[str, Callable[[Any], str]] = {
     "power_w": lambda watts: f"{watts:.0f} W",
     "clock_mhz": lambda clock: f"{clock:.0f} MHz",
     "busy": lambda share: f"busy {share:.0%}",
@@ -91,16 +96,23 @@ _WRITTEN: Mapping[str, Callable[[float], str]] = {
     "host_bytes": lambda held: f"{format_bytes(int(held))} in the host's memory",
     "evicted_ms": lambda rate: f"queues held up {rate / 1000:.0%} of the time",
     "cpu_s": lambda cores: f"{cores:.1f} processors at work",
+    "proof": lambda verdict: (
+        f"proved to be {verdict}" if verdict == OFF_CARD else f"proof: {verdict}"
+    ),
     "read_bytes": lambda rate: f"reading {format_bytes(int(rate))} a second",
 }
 
 
 class Judge:
-    """Follows one run. planned_step_s: None: nobody planned; undecided: classes that its slow steps could be, and lacks."""
+    """Follows one run. planned_step_s: None: nobody planned.
+
+    undecided: classes that its slow steps could be, with what they lack. wants_proof: a proof of where memory lies would decide.
+    """
 
     def __init__(self, limits: Limits, planned_step_s: float | None = None) -> None:
         self.baseline: Baseline | None = None
         self.undecided: Mapping[str, tuple[str, ...]] = {}
+        self.wants_proof = False
         self._limits, self._planned_s = limits, planned_step_s
         self._learning: list[Sample] = []
         self._first_step: int | None = None
@@ -127,6 +139,7 @@ class Judge:
         fits = {one.name: fit(one, seen) for one in asked}
         found = next((one for one in asked if fits[one.name] is True), None)
         open_ = {name: one for name, one in fits.items() if isinstance(one, tuple)}
+        self.wants_proof = ("proof",) in open_.values()
         lacking = tuple(open_) if seen.slow >= _SLOW else ()
         state = found or lacking
         self._num_alike = self._num_alike + 1 if state == self._state else 1
@@ -166,9 +179,15 @@ class Judge:
             self.baseline = baseline_of(self._learning)
 
     def _keep(self, baseline: Baseline, sample: Sample) -> None:
-        """A card on its battery is another card, whose baseline has to be learned; a long step that ended was possible."""
+        """A card on its battery is another card, whose baseline has to be learned.
+
+        A long step that ended was possible; what lies on the host while all was proved to be on the card are our own buffers.
+        """
         known = (baseline.on_battery, sample.on_battery)
         if None not in known and known[0] != known[1]:
             self.baseline, self._learning = None, []
-        elif sample.step_s is not None and sample.step_s > baseline.slowest_s:
-            self.baseline = replace(baseline, slowest_s=sample.step_s)
+            return
+        slowest_s = max(baseline.slowest_s, sample.step_s or 0.0)
+        is_proved = sample.proof == ON_CARD and sample.host_bytes is not None
+        host_bytes = sample.host_bytes if is_proved else baseline.host_bytes
+        self.baseline = replace(baseline, slowest_s=slowest_s, host_bytes=host_bytes)

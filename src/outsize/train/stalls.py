@@ -45,7 +45,8 @@ class Sample:
     the device had work.
     busy, memory_busy: shares of time, 0 to 1. card_bytes, host_bytes: of this process, resident on the card and spilled to the
     host as the system counts them. evicted_ms: for how long queues were held up so far. cpu_s: of this process so far.
-    read_bytes: that this process had read so far, from whatever disk.
+    read_bytes: that this process had read so far, from whatever disk. proof: the verdict of a proof of where memory lies
+    (doctor/residency.py) that is recent, and no older than what lies on the host.
     """
 
     at_s: float
@@ -64,6 +65,7 @@ class Sample:
     cpu_s: float | None = None
     read_bytes: int | None = None
     on_battery: bool | None = None
+    proof: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,8 @@ class Seen:
 Test = tuple[str, Callable[[Seen], float | None], Callable[[float], bool]]
 _CORE = (0.6, 1.6)  # of processors: one thread that spins, and what else a process does
 _FLAT_BYTES = 64 << 20
-_SPILLED_BYTES = 256 << 20  # more than a driver's own buffers come to
+ON_CARD, OFF_CARD = "on the card", "off the card"  # verdicts of a proof
+SPILLED_BYTES = 256 << 20  # more than a driver's own buffers come to
 TRICKLE = 1e6  # bytes a second: a disk that brings more is slow, not dead
 
 
@@ -148,6 +151,16 @@ class Signature:
     def is_frozen(self) -> bool:
         """Whether the step does not end."""
         return self.after is not None
+
+
+def _spilled(seen: Seen) -> float | None:
+    """Bytes that came to lie in the host's memory; all of them where they were proved to be off the card."""
+    return float("inf") if seen.now.proof == OFF_CARD else seen.above("host_bytes")
+
+
+def _not_proved(seen: Seen) -> float | None:
+    """Whether nobody proved that memory lies on the card; None before anybody tried."""
+    return None if seen.now.proof is None else seen.now.proof != ON_CARD
 
 
 SIGNATURES = (
@@ -217,7 +230,9 @@ SIGNATURES = (
         "spilled memory",
         "memory of this process was moved from the card to the host",
         (
-            ("host_bytes", lambda seen: seen.above("host_bytes"), lambda above: above >= _SPILLED_BYTES),
+            ("host_bytes", _spilled, lambda above: above >= SPILLED_BYTES),
+            # buffers of our own that were pinned for a larger picture are counted alike
+            ("proof", _not_proved, bool),
         ),
         "stop",
         "close what else uses the card's memory, or plan for less of it (--vram-limit); on NVIDIA with Windows set `CUDA - Sysmem "
