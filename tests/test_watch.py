@@ -252,6 +252,17 @@ def test_a_run_of_another_host_is_believed_while_it_speaks(
     assert not view.has_ended
 
 
+def test_proof_and_sensors_of_an_earlier_training_are_not_this_ones(made: Made) -> None:
+    """What lay on the card yesterday says nothing of today."""
+    made.train()
+    made.journal.write("sensors", **SENSORS)
+    watcher = Watcher(made.run)
+    assert watcher.look().power_w == 312.4
+    made.journal.write("identity", recipe="x")
+    view = watcher.look()
+    assert (view.power_w, view.memory, view.proof) == (None, {}, {})
+
+
 def test_how_a_training_failed_is_its_last_word(made: Made) -> None:
     made.train()
     made.journal.write("failed", error="NotFinite", message="the loss of step 7 is nan")

@@ -23,6 +23,7 @@ Doing = Literal[
 ]
 
 _LAST_STEPS = 32  # of which losses and seconds are taken together
+_OF_TRAINING = ("residency", "sensors", "stall", "failed")  # what the next training makes old
 # Without a word for so long a process on another host is not believed to live: sensors speak every 10 s.
 _SILENCE_S = 60.0
 
@@ -132,7 +133,8 @@ class Watcher:
         if kind == "identity":
             self._trainer = self._process
             self._steps.clear()
-            self._last.pop("stall", None)
+            for name in _OF_TRAINING:
+                self._last.pop(name, None)
         if kind == "step":
             self._steps.append(event)
         elif isinstance(kind, str):
