@@ -56,8 +56,13 @@ def placed(device: Device) -> Resident:
 def ask(device: Device, buffers: dict[str, Tensor]) -> Proof:
     rates = rates_of(read_machine(), folder=rates_folder())
     reader = open_sensors(device.card)
-    rate = rates.device_memory_bytes_per_s
-    proof = prove(ledger_of({"blocks": buffers.items()}), device, reader, rate_bytes_per_s=rate)
+    proof = prove(
+        ledger_of({"blocks": buffers.items()}),
+        device,
+        reader,
+        rate_bytes_per_s=rates.device_memory_bytes_per_s,
+        bus_bytes_per_s=rates.bus_bytes_per_s,
+    )
     print(f"{proof.seconds:.3f} s: {proof}")  # noqa: T201
     return proof
 
@@ -104,4 +109,8 @@ def test_a_training_proves_its_base_after_loading(tmp_path: Path) -> None:
     _, run = train_here(write_recipe(tmp_path), open_device().kind)
     found = [one for one in read_journal(run.journal) if one["event"] == "residency"]
     assert found[0]["moment"] == "loaded"
-    assert found[0]["verdict"] in {"on the card", "nothing to prove"}, found[0]["told"]
+    # tiny blocks are too small for a clock
+    assert found[0]["verdict"] in {"unknown", "nothing to prove"}, found[0]["told"]
+    says = {one["name"]: one["says"] for one in found[0]["witnesses"]}
+    assert "contradicts" not in says.values(), found[0]["told"]
+    assert says.get("allocator", "agrees") == "agrees"

@@ -58,7 +58,13 @@ class Made:
     def train(self) -> None:
         self.journal.write("identity", recipe="x")
         self.run.set_state("running")
-        told = {"moment": "loaded", "step": 0, "verdict": "on the card", "told": "all of it"}
+        told = {
+            "moment": "loaded",
+            "step": 0,
+            "verdict": "on the card",
+            "is_well": True,
+            "told": "all of it",
+        }
         self.journal.write("residency", **told)
 
     def steps(self, first: int, last: int, seconds: float = 0.5) -> None:
@@ -158,7 +164,9 @@ def test_what_nobody_told_is_unknown_and_never_a_number(made: Made) -> None:
 def test_a_failed_proof_is_told_whole(made: Made) -> None:
     made.train()
     told = "residency: off the card: 1 GiB ...: block 3 (blocks, 1.0 GiB) is read at 24 GB/s"
-    made.journal.write("residency", moment="slow step", step=9, verdict="off the card", told=told)
+    made.journal.write(
+        "residency", moment="slow step", step=9, verdict="off the card", is_well=False, told=told
+    )
     (row,) = shown(made)["residency"]
     assert told in row
     assert "slow step, step 9" in row

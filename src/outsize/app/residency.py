@@ -68,7 +68,9 @@ class Residency:
         Raises: MachineFault naming what is not on the card.
         """
         self._sampler.step = step
-        self._prove("loaded", step).require()
+        proof = self._prove("loaded", step)
+        proof.require()
+        self._warn(proof)
         with self._sampler:
             yield
 
@@ -78,12 +80,10 @@ class Residency:
         if not self._seconds:  # the optimiser's memory came with it
             self._sampler.owners = owners_of(self._pieces())
         if self._requests.take_proof():
-            self._say(self._prove("asked", report.step))
+            self._site.progress.say(str(self._prove("asked", report.step)))
         elif self._is_slow(report.seconds) and time.monotonic() >= self._quiet_until_s:
             self._quiet_until_s = time.monotonic() + _AGAIN_S
-            proof = self._prove("slow step", report.step)
-            if proof.verdict not in {"on the card", "nothing to prove"}:
-                self._say(proof)
+            self._warn(self._prove("slow step", report.step))
         self._seconds.append(report.seconds)
 
     def _is_slow(self, seconds: float) -> bool:
@@ -95,19 +95,21 @@ class Residency:
         pieces = self._pieces()
         self._sampler.owners = owners_of(pieces)
         listed = self._sampler.owners.get(BLOCKS, 0)
-        rate = self._site.plan.rates.device_memory_bytes_per_s
+        rates = self._site.plan.rates
         proof = prove(
             pieces,
             self._site.device,
             self._reader,
-            rate_bytes_per_s=rate,
+            rate_bytes_per_s=rates.device_memory_bytes_per_s,
+            bus_bytes_per_s=rates.bus_bytes_per_s,
             unlisted_bytes=max(0, self._model.placement.device_bytes() - listed),
         )
         self._site.journal.write("residency", moment=moment, step=step, **proof.to_json())
         return proof
 
-    def _say(self, proof: Proof) -> None:
-        self._site.progress.say(str(proof))
+    def _warn(self, proof: Proof) -> None:
+        if not proof.is_well:
+            self._site.progress.say(f"warning: {proof}")
 
     def _pieces(self) -> list[Piece]:
         placement = self._model.placement

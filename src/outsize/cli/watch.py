@@ -95,7 +95,7 @@ def _prove(watcher: Watcher, folder: RunFolder, *, as_json: bool) -> int:
         time.sleep(_LOOK_S)
         view = watcher.look()
     print(json.dumps(dict(view.proof), allow_nan=False) if as_json else view.proof.get("told"))
-    if view.proof.get("verdict") not in {"on the card", "nothing to prove"}:
+    if not view.proof.get("is_well"):
         raise MachineFault(f"not proved: {view.proof.get('verdict')}")
     return 0
 
@@ -211,9 +211,8 @@ def _residency(view: View) -> str:
     if not view.proof:
         return "not proved yet"
     where = f"{view.proof.get('moment')}, step {view.proof.get('step')}, {_ago(view.proof.get('age_s'))}"
-    verdict = view.proof.get("verdict")
-    is_well = verdict in {"on the card", "nothing to prove"}
-    return f"{verdict} ({where})" if is_well else f"({where}) {view.proof.get('told')}"
+    is_well, proof = view.proof.get("is_well"), view.proof
+    return f"{proof.get('verdict')} ({where})" if is_well else f"({where}) {proof.get('told')}"
 
 
 def _bytes(label: str, size: int | None) -> str:

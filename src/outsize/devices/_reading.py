@@ -26,16 +26,14 @@ def read_bytes(content_u8: Tensor) -> None:
         content_u8[:whole].view(torch.int64).sum()
 
 
-def read_seconds(device: Device, groups: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Seconds that the device took for all tensors (uint8) of each group; nothing is waited for but the end."""
-    first = next((one for group in groups for one in group), None)
-    if first is None:
-        return [0.0] * len(groups)
-    device.read(first[:_WARM_BYTES])
+def read_seconds(device: Device, contents: Sequence[Tensor]) -> list[float]:
+    """Seconds that the device took to read each (uint8); nothing is waited for but the end."""
+    if not contents:
+        return []
+    device.read(contents[0][:_WARM_BYTES])
     marks = [device.mark()]
-    for group in groups:
-        for one in group:
-            device.read(one)
+    for one in contents:
+        device.read(one)
         marks.append(device.mark())
     device.synchronize()
     return [after.seconds_after(before) for before, after in pairwise(marks)]

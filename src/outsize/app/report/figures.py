@@ -159,9 +159,6 @@ _SAID = {
 }
 
 
-_DOUBTFUL = ("off the card", "in doubt", "unknown")  # verdicts of doctor/residency.py
-
-
 def _warned(history: History) -> Iterator[str]:
     for kind, words in _SAID.items():
         for event in history.of.get(kind, []):
@@ -171,7 +168,7 @@ def _warned(history: History) -> Iterator[str]:
     zero = history.last("delta").get("zero")
     yield from (f"{path} did not move" for path in (zero if isinstance(zero, list) else ()))
     for proof in history.of.get("residency", []):
-        if proof.get("verdict") in _DOUBTFUL:
+        if proof.get("is_well") is False:
             yield f"step {proof.get('step')}: {proof.get('told')}"
     for resume in history.resumes:
         if resume.lost:
