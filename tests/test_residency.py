@@ -448,19 +448,3 @@ def test_a_tail_gives_each_event_once_and_waits_for_the_end_of_a_line(tmp_path: 
         file.write(b'\xa4"}\ntorn\n[1]\n{"event": "c"}\n')
     assert [(one["event"], one.get("text")) for one in tail.new()] == [("b", "\u00e4"), ("c", None)]
     assert tail.new() == []
-
-
-def test_who_judges_gets_the_newest_reading_and_never_an_old_one(tmp_path: Path) -> None:
-    """A driver that hangs tells nothing about now."""
-    journal = Journal(tmp_path / "journal.jsonl")
-    reader = Told(card_bytes=5 * GIB, host_bytes=MIB, power_w=321.5)
-    sampler = Sampler(FakeCard(), journal, reader, every_s=0.05)
-    assert sampler.newest() == {}
-    sampler.read()
-    unknown = dict.fromkeys(("busy", "memory_busy", "clock_mhz", "evicted_ms"))
-    assert sampler.newest() == {
-        **unknown, "power_w": 321.5, "card_bytes": 5 * GIB, "host_bytes": MIB,
-    }  # fmt: skip
-    time.sleep(0.2)
-    assert sampler.newest() == {}
-    journal.close()

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from outsize.app.meter import copied_bytes_of
 from outsize.app.sensing import Sampler
@@ -56,10 +56,6 @@ class Residency:
         self._sampler = Sampler(site.device, site.journal, self._reader, copied_bytes_of(model))
         self._seconds: deque[float] = deque(maxlen=_MOST_STEPS)
         self._quiet_until_s = 0.0
-
-    def readings(self) -> dict[str, Any]:
-        """What the sensors told last; see `Sampler.newest`."""
-        return self._sampler.newest()
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:

@@ -6,20 +6,18 @@ card, since each question may hold it up. The thread goes on while a step hangs,
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from outsize.devices._sensors import EVERY_S, ProcessMemory, SensorReader, Sensors
+from outsize.devices._sensors import EVERY_S, SensorReader
 from outsize.weights.budget import private_bytes
 
 if TYPE_CHECKING:
     from outsize.base.journal import Journal
     from outsize.devices.protocol import Device
 
-_STALE = 3  # readings missed: a driver that does not answer tells nothing about now
 _PATIENCE_S = 2.0  # for a reading that is under way when training ends; a hung driver must not hold the process
 
 
@@ -44,7 +42,6 @@ class Sampler:
         self._device, self._journal, self._reader = device, journal, reader
         self._copied, self._every_s = copied_bytes, every_s
         self._last: tuple[float, int] | None = None  # when bytes were counted, and how many
-        self._newest = (-math.inf, Sensors(), ProcessMemory())  # and when they were read
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sensors", daemon=True)
 
@@ -56,29 +53,12 @@ class Sampler:
         self._done.set()
         self._thread.join(_PATIENCE_S)
 
-    def newest(self) -> dict[str, Any]:
-        """What was read last of the card, by plain names, for whoever judges it; nothing where it is old or was never read."""
-        at_s, sensors, memory = self._newest
-        if time.monotonic() - at_s > _STALE * self._every_s:
-            return {}
-        return {
-            "busy": sensors.busy,
-            "memory_busy": sensors.memory_busy,
-            "power_w": sensors.power_w,
-            "clock_mhz": sensors.clock_mhz,
-            "card_bytes": memory.card_bytes,
-            "host_bytes": memory.host_bytes,
-            "evicted_ms": memory.evicted_ms,
-        }
-
     def read(self) -> dict[str, Any]:
         """One look, as JSON values."""
-        sensors, memory = self._reader.sensors(), self._reader.memory()
-        self._newest = (time.monotonic(), sensors, memory)
         return {
             "step": self.step,
-            **sensors.to_json(),
-            "process": memory.to_json(),
+            **self._reader.sensors().to_json(),
+            "process": self._reader.memory().to_json(),
             "owners": dict(self.owners),
             "allocated_bytes": self._device.allocated_bytes(),
             "reserved_bytes": self._device.reserved_bytes(),
