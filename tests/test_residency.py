@@ -25,6 +25,7 @@ from outsize.base.journal import Journal, JournalTail, read_journal
 from outsize.devices._ledger import Piece, ledger_of, owners_of
 from outsize.devices.protocol import Device, open_device
 from outsize.doctor.residency import Proof, prove
+from outsize.placement.protocol import PLACEMENTS, PlacementSettings
 from outsize.recipes.load import load_recipe
 from outsize.runs.folder import RunFolder
 from outsize.runs.requests import Requests
@@ -236,6 +237,18 @@ def test_a_storage_counts_once_for_whoever_names_it_first() -> None:
     ]
     assert [one.address for one in pieces] == [flat.data_ptr(), other.data_ptr()]
     assert owners_of(pieces) == {"adapter": 400, "optimiser": 40}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS.names())
+def test_a_placement_lists_all_the_memory_that_it_counts(name: str) -> None:
+    """What it does not list cannot be proved, and each verdict would be unknown."""
+    sizes, tiers = [4096, 0, 8192, 512, 4096], ("device", "device", "pinned", "disk", "device")
+    tiers_of = tiers if name == "stream" else ()
+    settings = PlacementSettings(open_device("cpu"), sizes, tiers_of, 2, lambda *_: None)
+    placement = PLACEMENTS.load(name)(settings)
+    listed = ledger_of({"blocks": placement.buffers().items()})
+    assert sum(one.num_bytes for one in listed) == placement.device_bytes() > 0
+    placement.close()
 
 
 def test_reading_sums_every_byte_on_the_device() -> None:
