@@ -1,26 +1,21 @@
-"""A training whose card stalls is saved, stopped and told of; one that hangs is ended, and goes on in a fresh process if asked."""
+"""A training whose card stalls is asked to save and stop, and the reason told; one that hangs is written down and ended."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run_support import checkpoint_bytes, command, environment, train_here, write_recipe
+from run_support import train_here, write_recipe
 from tiny import write_tiny
 
-from outsize.app import supervise as supervising
 from outsize.app.stall_watch import STACKS_NAME, StallWatch
-from outsize.app.supervise import MOST_RESTARTS, supervise
-from outsize.base.errors import EXIT_STOPPED, Stalled
+from outsize.base.errors import Stalled
 from outsize.base.journal import Journal, read_journal
 from outsize.runs.checkpoint import all_checkpoints
 from outsize.runs.folder import RunFolder
@@ -28,8 +23,7 @@ from outsize.runs.requests import Requests
 from outsize.train.loop import Split, StepReport
 from outsize.train.stalls import Limits
 
-HOOKS = Path(__file__).parent / "stall_hooks"
-SHORT = Limits(every_s=0.02, hung_s=0.3, frozen_s=0.3, first_s=0.3, grace_s=0.2, patience=5.0)
+SHORT = Limits(every_s=0.02, hung_s=1.0, frozen_s=1.0, first_s=1.0, grace_s=0.2, patience=5.0)
 HEALTHY = {"busy": 1.0, "memory_busy": 0.4, "power_w": 380.0, "clock_mhz": 2500.0}
 PROCESS = {"card_bytes": 20 << 30, "evicted_ms": 0}
 STEP_S = 0.01
@@ -101,8 +95,8 @@ def training(tmp_path: Path) -> Iterator[Training]:
 
 
 def until(what: Callable[[], Any]) -> Any:
-    """Its first value that is not empty, within ten seconds."""
-    end = time.monotonic() + 10
+    """Its first value that is not empty, within a minute."""
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         if found := what():
             return found
@@ -156,7 +150,7 @@ def test_a_thread_that_does_not_answer_is_written_down_and_ended(
 
 def test_what_happens_between_steps_takes_what_it_takes(training: Training) -> None:
     learned(training)
-    time.sleep(1.0)  # three times what a step may take
+    time.sleep(2.0)  # twice what a step may take
     assert training.events("stall") == []
     assert not training.ended
 
@@ -203,18 +197,21 @@ def test_a_step_that_comes_back_in_time_is_saved_and_the_run_stopped(
     from outsize.app import stall_watch
     from outsize.train.update import Update
 
-    monkeypatch.setattr(
-        stall_watch,
-        "LIMITS",
-        Limits(every_s=0.1, first_s=1.0, frozen_s=1.0, hung_s=1.0, patience=0.0),
-    )
+    short = Limits(every_s=0.1, first_s=4.0, frozen_s=4.0, hung_s=4.0, grace_s=60.0, patience=0.0)
+    monkeypatch.setattr(stall_watch, "LIMITS", short)
     grad_norm, calls = Update.grad_norm, iter(range(99))
+    ask, is_asked = Requests.ask, Event()
+
+    def heard(*asked: Any) -> None:
+        ask(*asked)
+        is_asked.set()
 
     def slow(update: Update) -> Any:
         if next(calls) == 2:
-            time.sleep(2.0)
+            assert is_asked.wait(60.0)
         return grad_norm(update)
 
+    monkeypatch.setattr(Requests, "ask", heard)
     monkeypatch.setattr(Update, "grad_norm", slow)
     recipe = write_recipe(tmp_path, model=model)
     with pytest.raises(Stalled, match="Saved after step 3"):
@@ -225,119 +222,3 @@ def test_a_step_that_comes_back_in_time_is_saved_and_the_run_stopped(
         "schedule", "stall: frozen",
     ]  # fmt: skip
     assert run.state == "failed"
-
-
-@pytest.mark.parametrize(
-    ("ends", "code", "num_starts"),
-    [
-        ([(12, 4), (12, 8), (0, 9)], 0, 3),  # code, step of the newest checkpoint
-        ([(11, 4)], 11, 1),
-        ([(-9, 4)], -9, 1),
-        ([(12, 4), (12, 4), (12, 4)], 12, 3),  # two restarts made no progress
-        ([(12, 0), (12, 0), (12, 2), (12, 2), (12, 2)], 12, 5),
-        ([(12, n + 1) for n in range(MOST_RESTARTS + 1)], 12, MOST_RESTARTS + 1),
-    ],
-    ids=["cured", "another fault", "killed", "in vain", "in vain, later", "ten times"],
-)
-def test_restarts_are_bounded_and_need_progress(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ends: list[tuple[int, int]],
-    code: int,
-    num_starts: int,
-) -> None:
-    run, starts = RunFolder(tmp_path), []
-
-    def child(_parent: Any, arguments: list[str]) -> int:
-        ended, step = ends[len(starts)]
-        starts.append(arguments)
-        (run.checkpoints / f"{step:08d}").mkdir(parents=True, exist_ok=True)
-        return ended
-
-    monkeypatch.setattr(supervising._Parent, "child", child)
-    assert supervise(run, ["train", "x"], lambda _text: None) == code
-    assert starts == [["train", "x"]] * num_starts
-    restarted = [one for one in read_journal(run.journal) if one["event"] == "restarted"]
-    assert len(restarted) == num_starts - 1
-
-
-def test_a_stall_that_a_fresh_process_does_not_cure_is_not_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, said = RunFolder(tmp_path), []
-    journal = Journal(run.journal)
-    journal.write("stall", kind="evicted memory", is_restarted=False)
-    journal.close()
-    monkeypatch.setattr(supervising._Parent, "child", lambda *_: 12)
-    assert supervise(run, [], said.append) == 12
-    assert said == ["not started again: a fresh process does not cure `evicted memory`"]
-
-
-def hanging(folder: Path, *, at: int, where: str) -> dict[str, str]:
-    """The environment of a process, one step of which hangs, "any", or a "supervised" one alone."""
-    path = os.pathsep.join([str(HOOKS), environment()["PYTHONPATH"]])
-    own = {
-        "PYTHONPATH": path,
-        "HANG_AT": str(at),
-        "HANG_ONCE": str(folder / "hung"),
-        "HANG_IN": where,
-    }
-    return environment() | own
-
-
-def test_a_hung_training_ends_with_its_own_code_and_the_last_checkpoint_stands(
-    model: Path, tmp_path: Path
-) -> None:
-    """As a user meets it: the command comes back, says what was seen and what was kept."""
-    recipe = write_recipe(tmp_path, model=model)
-    done = subprocess.run(
-        command("train", recipe, "--device", "cpu"), env=hanging(tmp_path, at=4, where="any"),
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == Stalled.exit_code, done.stderr
-    assert "Stalled: frozen: no step has ended for" in done.stderr
-    assert "newest checkpoint: step 2" in done.stderr
-    run = RunFolder(tmp_path / "runs" / "run")
-    assert [one.name for one in all_checkpoints(run.checkpoints)] == ["00000002"]
-    assert "sitecustomize.py" in (run.path / STACKS_NAME).read_text()
-    assert json.loads((run.path / "state.json").read_text())["error"] == "Stalled"
-    assert "stalled at step 3" in run.report.read_text()
-
-
-@pytest.mark.slow
-def test_on_stall_resume_ends_with_the_bytes_of_an_undisturbed_run(
-    model: Path, tmp_path: Path
-) -> None:
-    _, undisturbed = train_here(write_recipe(tmp_path, model=model, name="undisturbed"))
-    recipe = write_recipe(tmp_path, model=model, on_stall="resume")
-    done = subprocess.run(
-        command("train", recipe, "--device", "cpu"), env=hanging(tmp_path, at=4, where="supervised"),
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "starting a fresh process after step 2 (1 of at most 10)" in done.stderr
-    assert (tmp_path / "hung").exists()
-    run = RunFolder(tmp_path / "runs" / "run")
-    assert checkpoint_bytes(run) == checkpoint_bytes(undisturbed)
-    kinds = [one["event"] for one in read_journal(run.journal)]
-    assert [kinds.count(kind) for kind in ("stall", "restarted", "resumed", "completed")] == [1] * 4
-    assert "a fresh process was started after step 2" in run.report.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
-def test_a_parent_that_is_asked_to_stop_asks_its_child(model: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, model=model, on_stall="resume", train={"steps": 5000})
-    parent = subprocess.Popen(
-        command("train", recipe, "--device", "cpu"), env=environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    run = RunFolder(tmp_path / "runs" / "run")
-    end = time.monotonic() + 120
-    while not all_checkpoints(run.checkpoints) and time.monotonic() < end:
-        time.sleep(0.1)
-    parent.send_signal(signal.SIGTERM)
-    _, said = parent.communicate(timeout=60)
-    assert parent.returncode == EXIT_STOPPED, said
-    assert run.state == "stopped"
-    assert not run.stop_now.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from stall_traces import (
@@ -19,8 +20,9 @@ from stall_traces import (
     without,
 )
 
+from outsize.doctor.residency import Verdict
 from outsize.train.stall_judge import Judge, baseline_of
-from outsize.train.stalls import FROZEN, SIGNATURES, Limits, Sample
+from outsize.train.stalls import FROZEN, OFF_CARD, ON_CARD, SIGNATURES, Limits, Sample
 
 # Of a queue that hangs and a thread that waits for it: no step ends.
 HANGS = {"ended": False, "step_s": None}
@@ -220,6 +222,10 @@ def test_what_was_proved_to_be_off_the_card_needs_no_counter() -> None:
     assert [one.signature.name for one in stalls_of(healthy(BLIND).then(12, away))] == [
         "spilled memory"
     ]
+
+
+def test_the_verdicts_that_decide_are_those_that_a_proof_gives() -> None:
+    assert {ON_CARD, OFF_CARD} < {*get_args(Verdict)}
 
 
 def test_a_stall_that_was_gone_is_told_again() -> None:

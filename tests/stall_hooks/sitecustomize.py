@@ -15,7 +15,7 @@ def _make_a_step_hang(step: int, once: Path) -> None:
     from outsize.train.stalls import Limits
     from outsize.train.update import Update
 
-    stall_watch.LIMITS = Limits(every_s=0.2, hung_s=2.0, frozen_s=2.0, first_s=2.0, grace_s=1.0)
+    stall_watch.LIMITS = Limits(every_s=0.2, hung_s=6.0, frozen_s=6.0, first_s=6.0, grace_s=1.0)
     grad_norm, num_calls = Update.grad_norm, 0
 
     def hang(update: Update) -> object:
