@@ -221,7 +221,7 @@ SIGNATURES = (
             ("read_bytes", lambda seen: seen.rate("read_bytes"), lambda rate: rate < TRICKLE),
         ),
         "stop",
-        "hung.txt in the run folder shows where; if it is a kernel's compiler, try `compile: false`, if a copy, "
+        "hung.txt in the run folder shows where; if it is a kernel's compiler, try `train.compile: false`, if a copy, "
         "`placement: {pinned_bytes: 0B}`",
         "ROCm/TheRock#7832, SageAttention#365",
         after=lambda limits: limits.frozen_s,
