@@ -32,6 +32,7 @@ RANKS = (
         "arithmetic",
         "objectives",
         "dialects",
+        "registry",
         "teaching",
     },
     {"layers", "adapters", "families", "data", "placement", "runs"},

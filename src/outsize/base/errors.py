@@ -37,7 +37,7 @@ class SourceError(OutsizeError):
 
 
 class StoreBroken(OutsizeError):  # noqa: N818
-    """A prepared store or cache entry is torn or was altered: prepare again."""
+    """A prepared store, a cache entry or the registry is torn or was altered: prepare it again, or put back a copy."""
 
     exit_code = 6
 
@@ -58,6 +58,19 @@ class AdapterError(OutsizeError):
     """The adapter matched nothing, learns nothing, or a file does not fit the model."""
 
     exit_code = 9
+
+
+class ConsentMissing(OutsizeError):  # noqa: N818
+    """A person who is shown has not agreed, or no longer, or it cannot be told: nothing is done.
+
+    codes: the reasons, each once, as the gate names them.
+    """
+
+    exit_code = 10
+
+    def __init__(self, message: str, *, codes: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.codes = codes
 
 
 class MachineFault(OutsizeError):  # noqa: N818
