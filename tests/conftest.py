@@ -5,10 +5,14 @@ once, when they are loaded.
 """
 
 import os
+import tempfile
 
 # One thread each: the models are tiny, and the files of tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the network is no test of ours
+# The person's own registry is none of a test's business; nothing is there unless a test makes it.
+os.environ["OUTSIZE_REGISTRY"] = f"{tempfile.gettempdir()}/outsize-no-registry-{os.getpid()}"
+os.environ.pop("OUTSIZE_REQUESTER", None)
 
 import functools
 

@@ -69,7 +69,7 @@ CLOCKS = (0, -1, 1)  # how far behind the moment the newest entry lies: 1 is bef
 
 
 def expected(
-    health: str, subject: str, requester: str | None, asked: str, basis: str,
+    *, health: str, subject: str, requester: str | None, asked: str, basis: str,
     grant: Grant | None, ended: bool, moment: int, behind: int, has_revoked: bool,
 ) -> str:  # fmt: skip
     """The table, from top to bottom: the first row that applies."""
@@ -134,8 +134,9 @@ def test_the_decision_equals_the_table_over_the_whole_space() -> None:
                     standing, subject=subject, requester=requester, purpose=asked, now=moment
                 )
                 wanted = expected(
-                    health, subject, requester, asked, basis, grant, not counts, moment, behind,
-                    SUBJECT in revoked,
+                    health=health, subject=subject, requester=requester, asked=asked, basis=basis,
+                    grant=grant, ended=not counts, moment=moment, behind=behind,
+                    has_revoked=SUBJECT in revoked,
                 )  # fmt: skip
                 if made.code != wanted or made.allowed != (wanted == "granted"):
                     pytest.fail(
@@ -174,7 +175,7 @@ def test_of_several_grants_one_suffices_and_none_takes_away_what_another_gives()
             )  # fmt: skip
             assert both.allowed == any(alone)
             num_yes += both.allowed
-    assert 0 < num_yes
+    assert num_yes > 0
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,7 @@ print("whole", flush=True)
 def test_a_writer_killed_at_any_of_its_writes_loses_nothing_that_it_reported(
     tmp_path: Path,
 ) -> None:
-    """kill -9, for real: each decision that was printed is there, at most one more, and the chain verifies."""
+    """Kill -9, for real: each decision that was printed is there, at most one more, and the chain verifies."""
     for place in range(1, 60):
         folder = tmp_path / f"{place:02d}"
         before = len(peopled(folder).kinds())

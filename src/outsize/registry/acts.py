@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from outsize.base.errors import RecipeError
+from outsize.base.legal_basis import LegalBasis
 from outsize.base.pseudonyms import Kind, new_pseudonym, pseudonym_fault
 from outsize.registry.gate import add_derived
 from outsize.registry.ledger import Ledger
 from outsize.registry.quarantine import Quarantined, quarantine
-from outsize.registry.records import Derived, Grant, LegalBasis
+from outsize.registry.records import Derived, Grant
 from outsize.registry.standing import (
     GRANT,
     PARTY,

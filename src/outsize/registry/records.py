@@ -18,12 +18,10 @@ Scope = Literal[
     "self", "named", "group", "public"
 ]  # from the person outward; each holds those before it
 Purpose = Literal["train", "render", "export", "merge"]
-LegalBasis = Literal["consent", "public_domain", "own_work", "licence"]
 Kind = Literal["run", "cache", "checkpoint", "adapter", "export", "merge", "sample"]
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-BASES: tuple[LegalBasis, ...] = get_args(LegalBasis)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LATEST = 253402300799  # the last second of the year 9999, which dates can still be written of

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from outsize.base.errors import RecipeError, StoreBroken
+from outsize.base.legal_basis import BASES, LegalBasis
 from outsize.base.pseudonyms import is_pseudonym
 from outsize.registry.chain import Entry
 from outsize.registry.ledger import BEGUN, VERSION
-from outsize.registry.records import BASES, Derived, Grant, LegalBasis
+from outsize.registry.records import Derived, Grant
 
 Health = Literal["sound", "locked", "broken", "unreadable"]
 HEALTHS: tuple[Health, ...] = get_args(Health)
@@ -54,6 +55,20 @@ class Standing:
     def derived_from(self, subject: str) -> tuple[Derived, ...]:
         """What came of somebody."""
         return tuple(one for one in self.derived if subject in one.subjects)
+
+    def to_json(self) -> dict[str, Any]:
+        """Who is known and what they agreed to, as JSON values."""
+        subjects = {
+            subject: {
+                "basis": basis,
+                "has_revoked": subject in self.revoked,
+                "grants": {str(key): one.to_json() for key, one in self.grants_of(subject).items()},
+                "derived": [one.to_json() for one in self.derived_from(subject)],
+            }
+            for subject, basis in self.subjects.items()
+        }
+        parties = sorted(self.parties)
+        return {"entries": self.revision, "subjects": subjects, "parties": parties}
 
     def shown_in(self, *, tensors: Iterable[str] = (), paths: Iterable[Path] = ()) -> set[str]:
         """Whom files show: by what they hold, or by lying where something of theirs was put."""
