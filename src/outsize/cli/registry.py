@@ -29,6 +29,47 @@ IdOption = Annotated[
     str | None,
     typer.Option("--id", help="An id that was made elsewhere; left out: a fresh one."),
 ]
+ScopeOption = Annotated[
+    str, typer.Option("--scope", help="self, named, group or public.", show_default=False)
+]
+PurposeOption = Annotated[
+    list[str],
+    typer.Option(
+        "--purpose",
+        help="train, render, export or merge; may be given several times.",
+        show_default=False,
+    ),
+]
+EvidenceOption = Annotated[
+    str,
+    typer.Option(
+        "--evidence",
+        help="The signed document, of which only the SHA-256 is kept, or that SHA-256.",
+        show_default=False,
+    ),
+]
+UntilOption = Annotated[
+    str, typer.Option("--until", help="Last day, as in 2027-12-31 (UTC).", show_default=False)
+]
+SinceOption = Annotated[
+    str | None,
+    typer.Option("--from", help="First day (UTC); left out: from now on.", show_default=False),
+]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        help="SCOPE:ID, as in named:p-0c11d2e93a5f: a third party who is admitted from that scope on. May be given several "
+        "times.",
+        show_default=False,
+    ),
+]
+ReplacesOption = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--replaces", help="Number of a grant that ends with this one.", show_default=False
+    ),
+]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DAY_S = 86400
 
@@ -83,46 +124,14 @@ def add_party(*, pseudonym: IdOption = None) -> int:
 def grant(
     subject: SubjectArgument,
     *,
-    scope: Annotated[
-        str, typer.Option("--scope", help="self, named, group or public.", show_default=False)
-    ],
-    purpose: Annotated[
-        list[str],
-        typer.Option(
-            "--purpose", help="train, render, export or merge; may be given several times.",
-            show_default=False,
-        ),
-    ],
-    evidence: Annotated[
-        str,
-        typer.Option(
-            "--evidence",
-            help="The signed document, of which only the SHA-256 is kept, or that SHA-256.",
-            show_default=False,
-        ),
-    ],
-    until: Annotated[
-        str,
-        typer.Option("--until", help="Last day, as in 2027-12-31 (UTC).", show_default=False),
-    ],
-    since: Annotated[
-        str | None,
-        typer.Option("--from", help="First day (UTC); left out: from now on.", show_default=False),
-    ] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow",
-            help="SCOPE:ID, as in named:p-0c11d2e93a5f: a third party who is admitted from that scope on. May be given "
-            "several times.",
-            show_default=False,
-        ),
-    ] = None,
-    replaces: Annotated[
-        list[int] | None,
-        typer.Option("--replaces", help="Number of a grant that ends with this one.", show_default=False),
-    ] = None,
-) -> int:  # fmt: skip
+    scope: ScopeOption,
+    purpose: PurposeOption,
+    evidence: EvidenceOption,
+    until: UntilOption,
+    since: SinceOption = None,
+    allow: AllowOption = None,
+    replaces: ReplacesOption = None,
+) -> int:
     """Write down what somebody agreed to, and print the grant's number."""
     from typing import cast
 
