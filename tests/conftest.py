@@ -14,6 +14,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the network is no test o
 os.environ["OUTSIZE_REGISTRY"] = f"{tempfile.gettempdir()}/outsize-no-registry-{os.getpid()}"
 os.environ.pop("OUTSIZE_REQUESTER", None)
 
+# One holder of the card for all processes of a test run: they start commands, and each other.
+os.environ.setdefault("OUTSIZE_CARD_LENT", f"tests-{os.getpid()}")
+
 import functools
 
 import pytest

@@ -10,6 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from typing import Any
 from outsize.app.planning import machine_here
 from outsize.base.errors import MachineFault
 from outsize.base.files import make_folder, write_json_atomically
+from outsize.devices._card_lock import lending_card
 from outsize.devices._profile import MachineProfile
 from outsize.devices._rates import TABLE, rates_folder, rates_of
+from outsize.devices._sensors import CardId
 from outsize.devices.protocol import DEVICES
 from outsize.doctor.checks import PROBES, Check, Probe, Status, Values, Verdict, measured_confidence
-from outsize.doctor.children import Outcome, run_calls
+from outsize.doctor.children import Call, Outcome, run_calls
 from outsize.doctor.facts import Facts
 from outsize.doctor.gather import gather_facts, page_files
 from outsize.doctor.rules import Finding, Judgement, judge, known_rules, recommended
@@ -159,23 +162,38 @@ def _measured(
     calls = [
         one.call(kind, *more.get(one.id, ())) for one in probes if has_card or not one.for_cards
     ]
-    outcomes = run_calls(calls)
-    closed = ""
-    for probe in probes:
-        if closed:
-            yield probe.skipped(closed)
-            continue
-        if probe.for_cards and not has_card:
-            yield probe.skipped("no card: a processor trains eagerly, from its own memory")
-            continue
-        outcome = next(outcomes)
-        yield probe.judged(outcome, facts)
-        if probe.id == "device" and outcome.end != "done":
-            closed = (
-                "no device opened: see check `device`"  # whatever else needs one would say the same
-            )
-        if probe.id == "rates" and outcome.end == "done":
-            yield _disk_check(outcome, facts, folder)
+    with _card_lent(kind, has_card=has_card) as environment:
+        outcomes = run_calls(calls, environment)
+        closed = ""
+        for probe in probes:
+            if closed:
+                yield probe.skipped(closed)
+                continue
+            if probe.for_cards and not has_card:
+                yield probe.skipped("no card: a processor trains eagerly, from its own memory")
+                continue
+            outcome = next(outcomes)
+            yield probe.judged(outcome, facts)
+            if probe.id == "device" and outcome.end != "done":
+                closed = "no device opened: see check `device`"  # whatever else needs one would say the same
+            if probe.id == "rates" and outcome.end == "done":
+                yield _disk_check(outcome, facts, folder)
+
+
+@contextmanager
+def _card_lent(kind: str | None, *, has_card: bool) -> Iterator[dict[str, str]]:
+    """The card held for the children, so that none of them waits for it within its time; what tells them so.
+
+    Which card it is only torch knows, which this process does not import; where it cannot tell, check `device` says why.
+    """
+    outcome = None
+    if has_card:
+        (outcome,) = run_calls([Call("card", "outsize.doctor.probes:card", (kind,))])
+    found = outcome.value.get("card") if outcome is not None and outcome.end == "done" else None
+    with lending_card(
+        CardId(**found) if found else None, str(outcome.value["name"]) if found and outcome else ""
+    ) as environment:
+        yield environment
 
 
 def _without_card(facts: Facts) -> Facts:

@@ -20,7 +20,6 @@ from outsize.devices._sensors import (
     CardId,
     NoReader,
     ProcessMemory,
-    SensorReader,
     Sensors,
     unknown_of,
 )
@@ -52,7 +51,7 @@ class _Process(ctypes.Structure):
     )
 
 
-def open_nvidia(card: CardId) -> SensorReader:
+def open_nvidia(card: CardId) -> Nvml | NvidiaSmi | NoReader:
     """What reads an NVIDIA card."""
     library = _load()
     if library is not None and library.nvmlInit_v2() == _SUCCESS:
@@ -65,6 +64,12 @@ def open_nvidia(card: CardId) -> SensorReader:
     if ask_tool(["nvidia-smi", "-L"]) is not None:
         return NvidiaSmi(card)
     return NoReader("NVML cannot be loaded, and nvidia-smi does not answer")
+
+
+def compute_processes(card: CardId) -> list[tuple[int, int | None]] | None:
+    """(pid, bytes) of every process that computes on a card; None where neither library nor tool tells."""
+    reader = open_nvidia(card)
+    return None if isinstance(reader, NoReader) else reader.processes()
 
 
 def find_handle(library: Any, card: CardId) -> ctypes.c_void_p | None:
@@ -113,7 +118,7 @@ class Nvml:
         )
 
     def memory(self) -> ProcessMemory:
-        found = self._processes()
+        found = self.processes()
         if found is None:
             return ProcessMemory(self.source, why="NVML does not list the card's processes")
         return own_memory(self.source, found, os.getpid())
@@ -126,7 +131,8 @@ class Nvml:
     def _struct(self, call: Callable[..., int], into: Any) -> Any:
         return into if call(self.handle, ctypes.byref(into)) == _SUCCESS else None
 
-    def _processes(self) -> list[tuple[int, int | None]] | None:
+    def processes(self) -> list[tuple[int, int | None]] | None:
+        """(pid, bytes) of each process that computes on the card."""
         call = getattr(self.library, "nvmlDeviceGetComputeRunningProcesses_v3", None)
         if call is None:  # a driver before 510
             return None
@@ -162,15 +168,20 @@ class NvidiaSmi:
         return parse_smi_sensors(ask_tool(query) or "", self.card)
 
     def memory(self) -> ProcessMemory:
+        found = self.processes()
+        if found is None:
+            return ProcessMemory(self.source, why="nvidia-smi did not answer")
+        return own_memory(self.source, found, os.getpid())
+
+    def processes(self) -> list[tuple[int, int | None]] | None:
+        """(pid, bytes) of each process that computes on the card."""
         query = [
             "nvidia-smi",
             "--query-compute-apps=gpu_uuid,pid,used_memory",
             "--format=csv,noheader,nounits",
         ]
         text = ask_tool(query)
-        if text is None:
-            return ProcessMemory(self.source, why="nvidia-smi did not answer")
-        return own_memory(self.source, parse_smi_processes(text, self.card), os.getpid())
+        return None if text is None else parse_smi_processes(text, self.card)
 
 
 def parse_smi_sensors(text: str, card: CardId) -> Sensors:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from outsize.base.catalogue import Catalogue
 from outsize.base.errors import MachineFault
+from outsize.devices._card_lock import Tell, hold_card, say_on_stderr
 
 if TYPE_CHECKING:
     import torch
@@ -138,17 +139,31 @@ class DeviceKind(Protocol):
         """The index-th device of this kind."""
 
 
-def open_device(kind: str | None = None, index: int = 0) -> Device:
-    """The device of that kind, or of the best kind present.
+def open_device(kind: str | None = None, index: int = 0, *, tell: Tell = say_on_stderr) -> Device:
+    """The device of that kind, or of the best kind present; a card is this process's from here until it ends.
 
+    tell: told who holds the card while another process does.
     Raises: MachineFault when the kind asked for is not present; RecipeError when there is no such kind.
     """
+    opened = _chosen(kind).open(index)
+    if opened.card is not None:
+        hold_card(opened.card, opened.name, tell)
+    return opened
+
+
+def card_of(kind: str | None = None, index: int = 0) -> tuple[CardId | None, str]:
+    """Which card open_device would open, and its name, without waiting for it."""
+    opened = _chosen(kind).open(index)
+    return opened.card, opened.name
+
+
+def _chosen(kind: str | None) -> DeviceKind:
     if kind is not None:
         chosen: DeviceKind = DEVICES.load(kind)
         if not chosen.is_present():
             raise MachineFault(
                 f"no {kind} device can be used by the installed torch; leave --device out to take the best one"
             )
-        return chosen.open(index)
+        return chosen
     kinds: list[DeviceKind] = [DEVICES.load(name) for name in DEVICES.names()]
-    return max((one for one in kinds if one.is_present()), key=lambda one: one.rank).open(index)
+    return max((one for one in kinds if one.is_present()), key=lambda one: one.rank)

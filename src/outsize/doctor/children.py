@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -51,18 +52,20 @@ class Outcome:
     said: str = ""
 
 
-def run_calls(calls: Sequence[Call]) -> Iterator[Outcome]:
-    """Outcomes one by one, in order; each call is made once."""
+def run_calls(
+    calls: Sequence[Call], environment: Mapping[str, str] | None = None
+) -> Iterator[Outcome]:
+    """Outcomes one by one, in order; each call is made once. environment: added to the children's."""
     rest = list(calls)
     while rest:
         num_before = len(rest)
-        for outcome in _one_child(rest):
+        for outcome in _one_child(rest, {**os.environ, **(environment or {})}):
             rest = rest[1:]
             yield outcome
         assert len(rest) < num_before, "every child settles a call at least"
 
 
-def _one_child(calls: Sequence[Call]) -> Iterator[Outcome]:
+def _one_child(calls: Sequence[Call], environment: Mapping[str, str]) -> Iterator[Outcome]:
     """Outcomes until all calls are made or one has not ended well."""
     with tempfile.TemporaryDirectory(prefix="outsize-doctor-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
@@ -72,7 +75,11 @@ def _one_child(calls: Sequence[Call]) -> Iterator[Outcome]:
         command = [sys.executable, "-m", "outsize.doctor._child", str(spec), str(report)]
         with said.open("wb") as errors:
             child = subprocess.Popen(  # noqa: S603 - a fixed list, no shell
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=environment,
             )
         try:
             for call in calls:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from outsize.devices._host import HostBuffer
-from outsize.devices.protocol import Device, open_device
+from outsize.devices.protocol import Device, card_of, open_device
 from outsize.formats.protocol import make_format
 from outsize.layers.frozen import FrozenLinear
 from outsize.recipes.recipe import BaseChoice
@@ -26,6 +27,12 @@ _PIECES = 16
 ALLOCATED_SHARE = 0.75
 _HOST_BYTES = 512 * MIB
 _PINNED_STEP, _PINNED_MOST = 256 * MIB, 4096 * MIB
+
+
+def card(kind: str | None) -> dict[str, Any]:
+    """Which card would be opened; opens no context on it and waits for nobody."""
+    found, name = card_of(kind)
+    return {"card": None if found is None else asdict(found), "name": name}
 
 
 def device(kind: str | None) -> dict[str, Any]:
