@@ -369,7 +369,7 @@ def test_a_broken_picture_is_named_before_anything_is_loaded(
     events = [
         one["event"] for one in read_journal(folder / "broken" / "runs" / "run" / "journal.jsonl")
     ]
-    assert events == ["device", "failed"]
+    assert events == ["device", "people", "failed"]
 
 
 def test_a_finished_run_named_by_its_folder_has_nothing_left_to_do(

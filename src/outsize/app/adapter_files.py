@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from outsize.app.people import shown_in
 from outsize.base.errors import AdapterError, RecipeError
 from outsize.base.files import file_digest, json_digest
 from outsize.dialects.protocol import (
@@ -113,6 +114,7 @@ def read_adapter(path: Path, family_name: str, variant: str) -> Found:
     plain_pairs(
         weights, f"{path} can only be worn, merged or lowered in rank by the program that made it"
     )
+    weights = replace(weights, subjects=frozenset(shown_in(path)))
     return Found(weights, dialect, base, _digest(path, files), names)
 
 

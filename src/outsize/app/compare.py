@@ -9,6 +9,7 @@ from typing import Any
 
 from outsize.app.attached import require_adapter
 from outsize.app.encode import captions_of, scan_pictures
+from outsize.app.people import people_rendered
 from outsize.app.render import Pair, RenderSettings, Shot, render_pairs, settings_of
 from outsize.app.site import Site
 from outsize.app.tasks.protocol import numbered
@@ -52,6 +53,7 @@ def compare(site: Site, run: RunFolder) -> Comparison:
     with folder_committed_to(folder) as written:
         draw_grid(heading, rows, [shot.prompt for shot in subject]).save(written / GRID)
         _save(written, pairs, distances, settings)
+    people_rendered(site, run, with_adapter=True).note("sample", [folder])
     subject_distance = mean(distances[:split])
     control_distance = mean(distances[split:]) if control else None
     site.journal.write(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outsize.app.contents import SEPARATOR, items_of
 from outsize.app.parts import BASE, parts_of
+from outsize.app.people import People, people_in, shown_by_run
 from outsize.app.tasks.protocol import task_of
 from outsize.app.trained import trained_checkpoint, weights_of
 from outsize.base.layout import Layout
@@ -51,7 +53,8 @@ def trained_adapter(
     where it cannot be taken.
     """
     checkpoint = read_checkpoint(trained_checkpoint(recipe, run))
-    weights = adapter_weights(weights_of(checkpoint, recipe), recipe)
+    shown = frozenset({*recipe.people.subjects, *shown_by_run(run)})
+    weights = replace(adapter_weights(weights_of(checkpoint, recipe), recipe), subjects=shown)
     if not takes_lengths:
         plain_pairs(weights, "such adapters are only sampled and exported as they are")
     identity = checkpoint.values["identity"]
@@ -79,8 +82,10 @@ def export_run(recipe: Recipe, run: RunFolder, dialect: str, target: Path) -> Gi
 def give(recipe: Recipe, trained: TrainedAdapter, dialect: str, target: Path) -> Given:
     """Write an adapter of the recipe's base in a dialect, proved by reading it back.
 
-    Raises: AdapterError as `export_adapter` says.
+    Raises: AdapterError as `export_adapter` says; ConsentMissing when somebody whom it shows has not agreed.
     """
+    people = people_in(recipe, trained.weights.subjects)
+    people.begin("export", into=str(target))
     naming, metadata = task_of(recipe).naming(recipe), dict(trained.metadata)
     pairs = {naming.path_of(module): pair for module, pair in trained.weights.pairs.items()}
     lengths = {naming.path_of(module): one for module, one in trained.weights.lengths.items()}
@@ -90,8 +95,32 @@ def give(recipe: Recipe, trained: TrainedAdapter, dialect: str, target: Path) ->
     base = parts_of(recipe)[BASE]
     # names that are those of a client already need no layout to find them
     layouts = base.family.layouts(base.variant) if naming.layout is None else (Layout("client"),)
-    made = export_adapter(adapter, dialect, layouts, target, metadata)
+    made = let_out(adapter, dialect, layouts, target, metadata=metadata, people=people)
     return Given(made, naming.named_for)
+
+
+def let_out(
+    adapter: AdapterWeights,
+    dialect: str,
+    layouts: Sequence[Layout],
+    target: Path,
+    *,
+    metadata: Mapping[str, str],
+    people: People,
+) -> Exported:
+    """Write an adapter that was asked for, which says whom it shows; asks again before it is there.
+
+    Raises: AdapterError as `export_adapter` says; ConsentMissing.
+    """
+    stated = {"subjects": SEPARATOR.join(people.subjects)} if people.subjects else {}
+
+    def release(written: Path) -> None:
+        if people.subjects:
+            people.release("export", "export", items_of(written, lies_at=target))
+
+    return export_adapter(
+        adapter, dialect, layouts, target, {**metadata, **stated}, release=release
+    )
 
 
 def adapter_weights(tensors: Mapping[str, Tensor], recipe: Recipe) -> AdapterWeights:

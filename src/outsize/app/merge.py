@@ -20,6 +20,7 @@ import torch
 from outsize.app._merge_fill import PackedFill, PlainFill, Tensors
 from outsize.app._merge_rows import Deltas, FileRows, OurRows
 from outsize.app.parts import BASE, parts_of
+from outsize.app.people import REPORT, STATED, people_in
 from outsize.base.errors import DoesNotFit, FormatError, SourceError
 from outsize.base.files import folder_committed_to, write_json_atomically
 from outsize.base.progress import OnProgress
@@ -28,6 +29,8 @@ from outsize.export.survival import Meter
 from outsize.formats._packing import Packing, assign
 from outsize.formats.protocol import make_format
 from outsize.recipes.recipe import rest_format
+from outsize.registry.records import Item
+from outsize.registry.standing import place_of
 from outsize.weights.budget import MemoryWatch
 from outsize.weights.checkpoint_writer import write_checkpoint
 from outsize.weights.locate import locate_folder, locate_weights
@@ -42,7 +45,6 @@ if TYPE_CHECKING:
     from outsize.recipes.recipe import FormatChoice, Recipe
     from outsize.weights.mapping import MappedSource
 
-REPORT = "merge.json"
 _QUANTISATION = "quantization_config"
 _MOST_BYTES = 64 * 2**20  # of a file that is copied beside the weights: tokenizers are large
 _COPIED = {".json", ".txt", ".model", ".jinja"}
@@ -77,10 +79,12 @@ def merge(recipe: Recipe, adapter: AdapterWeights, order: Order) -> Merged:
     """Write the base with the adapter in it to a new folder, whole or not at all.
 
     Raises: SourceError when the folder is there, or the weights are of a type that nothing can be added to; DoesNotFit
-    when the disk is too small; FormatError for a format that other programs do not read.
+    when the disk is too small; FormatError for a format that other programs do not read; ConsentMissing.
     """
     if order.into.exists():
         raise SourceError(f"{order.into} is already there; name a new folder")
+    people = people_in(recipe, adapter.subjects)
+    people.begin("merge", into=str(order.into))
     part = parts_of(recipe)[BASE]
     named = part.source if part.revision is None else f"{part.source}@{part.revision}"
     files = locate_weights(named, sub_folder=part.folder, offline=order.offline)
@@ -105,7 +109,9 @@ def merge(recipe: Recipe, adapter: AdapterWeights, order: Order) -> Merged:
                 beside = locate_folder(named, part.folder, offline=order.offline)
                 _copy_small(beside, target, config)
             num_bytes = sum(path.stat().st_size for path in written)
-            write_json_atomically(folder / REPORT, _report(part, meter, order))
+            stated = {STATED: list(people.subjects)} if people.subjects else {}
+            write_json_atomically(folder / REPORT, _report(part, meter, order) | stated)
+            people.release("merge", "merge", [Item(place_of(order.into))])
     return Merged(order.into, num_bytes, meter, watch.growth_bytes)
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import load, save_file
 
 from outsize.app.encode import captions_of, text_inputs
+from outsize.app.people import people_trained
 from outsize.app.render import (
     Shot,
     decode_latents,
@@ -33,6 +34,7 @@ from outsize.app.render import (
     settings_of,
     texts_of,
 )
+from outsize.base.errors import ConsentMissing
 from outsize.base.files import folder_committed_to, write_atomically, write_json_atomically
 from outsize.sample.grid import Row, draw_grid
 
@@ -80,6 +82,7 @@ class Previews:
         self._every, self._at_start = choice.every, choice.at_start
         self._site, self._make_into, self._finish = site, make, finish
         self._began, self._made = 0, -1
+        self._people = people_trained(site, site.run)
 
     def begin(self, step: int) -> None:
         """What the base makes by itself; or what a kill has left out of the step that training goes on from."""
@@ -111,9 +114,15 @@ class Previews:
 
     def _make(self, step: int) -> None:
         started, folder = time.perf_counter(), self._folder(step)
+        self._people.ask("render", preview=step)
         if folder.exists():  # of a run that went on from an earlier step
             shutil.rmtree(folder)
         self._make_into(step, folder)
+        try:
+            self._people.release("render", preview=step)
+        except ConsentMissing:
+            shutil.rmtree(folder)
+            raise
         self._made = step
         self._site.journal.write(
             "preview", step=step, folder=folder.name, is_decoded=not (folder / _LATENTS).exists(),

@@ -15,6 +15,7 @@ from torch import Tensor
 from outsize.app.attached import adapted, put_on_, require_adapter
 from outsize.app.encode import TextInputs, codec_part, encode_texts, text_inputs
 from outsize.app.parts import BASE
+from outsize.app.people import people_rendered
 from outsize.app.site import Site
 from outsize.base.files import write_json_atomically
 from outsize.data.encode import text_key
@@ -77,7 +78,12 @@ def settings_of(site: Site, choice: CompareChoice | None = None) -> RenderSettin
 def render_pairs(
     site: Site, run: RunFolder, shots: Sequence[Shot], settings: RenderSettings
 ) -> list[Pair]:
-    """Each shot by the base alone and by the base with the run's adapter."""
+    """Each shot by the base alone and by the base with the run's adapter.
+
+    Raises: ConsentMissing when somebody whom the adapter shows has not agreed, or has not any more when it is done.
+    """
+    people = people_rendered(site, run, with_adapter=True)
+    people.begin("render")
     conditions = _conditions(site, [shot.prompt for shot in shots], settings)
     with adapted(site) as (model, adapter, _):
         put_on_(site, run, adapter)
@@ -87,6 +93,7 @@ def render_pairs(
             after = sample_latents(site, model, shots, conditions, settings)
     with site.stages.stage("decode pictures"):
         pictures = list(decode_latents(site, [*before, *after]))
+    people.release("render")
     split = len(shots)
     return [Pair(*one) for one in zip(shots, pictures[:split], pictures[split:], strict=True)]
 
@@ -101,10 +108,13 @@ def render(
 ) -> list[Image.Image]:
     """Each shot once, with the run's adapter or by the base alone.
 
-    Raises: RecipeError, before any model is opened, when the run has no adapter of this recipe.
+    Raises: RecipeError, before any model is opened, when the run has no adapter of this recipe; ConsentMissing as
+    `render_pairs`.
     """
     if with_adapter:
         require_adapter(site, run)
+    people = people_rendered(site, run, with_adapter=with_adapter)
+    people.begin("render")
     conditions = _conditions(site, [shot.prompt for shot in shots], settings)
     with adapted(site) as (model, adapter, _):
         if with_adapter:
@@ -115,7 +125,9 @@ def render(
         ):
             latents = sample_latents(site, model, shots, conditions, settings)
     with site.stages.stage("decode pictures"):
-        return list(decode_latents(site, latents))
+        pictures = list(decode_latents(site, latents))
+    people.release("render")
+    return pictures
 
 
 def save_samples(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outsize.app.adapter_files import Found, read_adapter, recognised_adapter
-from outsize.app.export import TrainedAdapter, give, trained_adapter
+from outsize.app.export import TrainedAdapter, give, let_out, trained_adapter
+from outsize.app.people import People, requester_of
 from outsize.app.tasks.protocol import task_of
 from outsize.base.errors import RecipeError
 from outsize.base.layout import Layout
-from outsize.dialects.protocol import AdapterWeights
 from outsize.export.combine import Lowered, lowered
-from outsize.export.export import Exported, export_adapter
+from outsize.export.export import Exported
 from outsize.families.protocol import FAMILIES
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ def resize_file(path: Path, base: str | None, target: Target) -> Resized:
     Raises: AdapterError when it is of no base, and as `lowered` and `export_adapter`.
     """
     found = _found(path, base)
+    people = People(tuple(sorted(found.weights.subjects)), requester_of(None))
+    people.begin("export", into=str(target.path))
     weights, told = lowered(found.weights, rank=target.rank, energy=target.energy)
     dialect = target.dialect or found.dialect
     family, _, variant = found.base.partition(".")
@@ -66,8 +68,10 @@ def resize_file(path: Path, base: str | None, target: Target) -> Resized:
     if any(ours != theirs for ours, theirs in found.names.items()):
         # the class that opens the base calls its modules so
         pairs = {found.names[module]: pair for module, pair in weights.pairs.items()}
-        weights, layouts = AdapterWeights(pairs, weights.rank, weights.alpha), (Layout("client"),)
-    made = export_adapter(weights, dialect, layouts, target.path, {"base": found.base})
+        weights, layouts = replace(weights, pairs=pairs), (Layout("client"),)
+    made = let_out(
+        weights, dialect, layouts, target.path, metadata={"base": found.base}, people=people
+    )
     return Resized(made, dialect, told)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from outsize.app.attached import require_adapter
+from outsize.app.people import people_rendered
 from outsize.app.tasks.protocol import Compared, Table, numbered
 from outsize.app.write import Scribe, Written, settings_of, write_with
 from outsize.base.files import folder_committed_to, write_atomically, write_json_atomically
@@ -41,6 +42,7 @@ def compare_texts(site: Site, run: RunFolder) -> Compared:
         rows = [_row(before, after) for before, after in pairs]
         values = {"settings": asdict(settings_of(site)), "texts": rows}
         write_json_atomically(written / "compare.json", values)
+    people_rendered(site, run, with_adapter=True).note("sample", [folder])
     equal = [before.ids == after.ids for before, after in pairs]
     site.journal.write(
         "compared", folder=folder.name, changed=equal[:num_subject].count(False),

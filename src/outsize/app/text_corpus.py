@@ -55,6 +55,10 @@ class Texts:
     documents: Documents
     corpus: TextCorpus
 
+    def cached(self) -> tuple[Path, ...]:
+        """Texts are encoded by no model."""
+        return ()
+
     def digest(self) -> str:
         """Of all documents and how they are used."""
         return self.corpus.digest()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +15,20 @@ from outsize.app.attached import adapted, make_update
 from outsize.app.meter import MemoryMeter, MeteredPlacement, StepMeter
 from outsize.app.models import Training
 from outsize.app.parts import BASE
+from outsize.app.people import STATED, People, items_of_run, people_trained
 from outsize.app.residency import Residency
 from outsize.app.site import Site
 from outsize.app.stall_watch import StallWatch
 from outsize.app.starting import begin_from_file_
-from outsize.app.tasks.protocol import Table, Task, task_of
+from outsize.app.tasks.protocol import Corpus, Table, Task, task_of
 from outsize.app.tracking import tracked
 from outsize.app.trained import adapter_identity
-from outsize.base.errors import RecipeError
+from outsize.base.errors import ConsentMissing, RecipeError
 from outsize.base.files import write_json_atomically
 from outsize.base.provenance import provenance
 from outsize.layers.model import FrozenModel
+from outsize.registry.records import Item
+from outsize.registry.standing import place_of
 from outsize.runs.checkpoint import newest_checkpoint, read_checkpoint
 from outsize.runs.folder import RunFolder
 from outsize.runs.requests import Requests
@@ -63,8 +67,11 @@ def train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Tr
     run.set_state("preparing")
     trained = None
     try:
-        with tracked(site):
-            trained = _train(site, run, watch)
+        people = people_trained(site, run)
+        with tracked(site), _put_away_if_revoked(people):
+            ended = _train(site, run, watch, people)
+            people.release("train", step=ended.step)
+            trained = ended
     finally:
         if trained is None:
             error = sys.exception()
@@ -76,11 +83,22 @@ def train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Tr
     return trained
 
 
-def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Trained:
+@contextmanager
+def _put_away_if_revoked(people: People) -> Iterator[None]:
+    """What was made of somebody who revokes meanwhile does not stay where it is."""
+    try:
+        yield
+    except ConsentMissing:
+        people.put_away()
+        raise
+
+
+def _train(
+    site: Site, run: RunFolder, watch: Callable[[StepReport], None], people: People
+) -> Trained:
     recipe, task = site.recipe, task_of(site.recipe)
-    corpus = task.corpus(site)
-    site.waypoints.mark("corpus ready")
-    identity = _identity(site, corpus.digest())
+    corpus = _corpus(site, run, task, people)
+    identity = _identity(site, corpus.digest(), people)
     training = Training(site.stores.cache_folder / "compiled")
     with adapted(site, training) as (model, adapter, initial):
         # now that all libraries are there
@@ -118,6 +136,8 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
             between=between,
             clock=clock,
             doing=stalls.doing,
+            asks=lambda step: people.ask("train", step=step),
+            saved=lambda path: people.note("checkpoint", [path]),
         )
         resumed_at = _resume(site, run, loop, identity, task)
         # now that it is known to go with the checkpoints
@@ -133,6 +153,16 @@ def _train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> T
     return Trained(
         outcome, step, resumed_at, pace.last, pace.step_s(), pace.boot_s, measured.table()
     )
+
+
+def _corpus(site: Site, run: RunFolder, task: Task, people: People) -> Corpus:
+    """What is learned from, encoded once it is allowed; run and caches are bound to whom they show."""
+    people.begin("train")
+    people.release("train", "run", items_of_run(run))
+    corpus = task.corpus(site)
+    people.release("train", "cache", (Item(place_of(one)) for one in corpus.cached()))
+    site.waypoints.mark("corpus ready")
+    return corpus
 
 
 class _Pace:
@@ -167,7 +197,7 @@ class _Pace:
             self.boot_s = site.waypoints.seconds - made_s
 
 
-def _identity(site: Site, manifest: str) -> dict[str, Any]:
+def _identity(site: Site, manifest: str, people: People) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes it. manifest: digest of the data."""
     return {
         "numbers": site.recipe.numbers_digest(),
@@ -175,6 +205,7 @@ def _identity(site: Site, manifest: str) -> dict[str, Any]:
         "base": site.stores.key(BASE),
         "adapter": adapter_identity(site.recipe),
         "computed_by": _computed_by(site),
+        **({STATED: list(people.subjects)} if people.subjects else {}),
     }
 
 

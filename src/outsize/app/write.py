@@ -15,6 +15,7 @@ import torch
 
 from outsize.app.attached import adapted, put_on_, require_adapter
 from outsize.app.parts import BASE
+from outsize.app.people import people_rendered
 from outsize.app.text_corpus import (
     Tokens,
     documents_of,
@@ -164,10 +165,13 @@ def write_with(
     """All texts by each of the models that are asked for: False is the base alone, True has the run's adapter.
 
     asks: prompts, each with a seed.
-    Raises: RecipeError, before any model is opened, when the run has no adapter of this recipe.
+    Raises: RecipeError, before any model is opened, when the run has no adapter of this recipe; ConsentMissing when somebody
+    whom the adapter shows has not agreed, or has not any more when it is done.
     """
     if True in adapters:
         require_adapter(site, run)
+    people = people_rendered(site, run, with_adapter=True in adapters)
+    people.begin("render")
     with adapted(site) as (model, adapter, _):
         if True in adapters:
             put_on_(site, run, adapter)
@@ -178,6 +182,7 @@ def write_with(
                 for done, (prompt, seed) in enumerate(asks, start=1):
                     written.append(write_one(site, model, scribe, prompt, seed))
                     site.progress.advance(name, done, len(asks), "texts")
+            people.release("render")
             yield has_adapter, written
 
 

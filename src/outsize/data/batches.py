@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,6 +113,25 @@ class Corpus:
         items = [item for place in places for item in self.schedule.micro_batch(step, place).items]
         return [str(self._picture(item).origin) for item in items]
 
+    def cached(self) -> Iterator[Path]:
+        """Entries of all latents that there are, mirrored ones among them."""
+        for sample in self._samples:
+            for is_flipped in (False, True):
+                path = self._cache.path(self._latent_key(sample, is_flipped=is_flipped))
+                if path.exists():
+                    yield path
+
+    def _latent_key(self, sample: Sample, *, is_flipped: bool) -> str:
+        picture = self.manifest.pictures[sample.picture]
+        return latent_key(
+            self._cache,
+            picture,
+            sample.crop,
+            self._latent_inputs,
+            background=self.manifest.set_of(picture).background,
+            is_flipped=is_flipped,
+        )
+
     def _picture(self, item: Item) -> Picture:
         return self.manifest.pictures[self._samples[item.picture].picture]
 
@@ -119,16 +139,8 @@ class Corpus:
         return "" if item.drops_caption else self._picture(item).caption
 
     def _latent(self, item: Item) -> Tensor:
-        picture, crop = self._picture(item), self._samples[item.picture].crop
-        key = latent_key(
-            self._cache,
-            picture,
-            crop,
-            self._latent_inputs,
-            background=self.manifest.set_of(picture).background,
-            is_flipped=item.is_flipped,
-        )
-        return self._entry(key, f"the picture {picture.origin}")[LATENT]
+        key = self._latent_key(self._samples[item.picture], is_flipped=item.is_flipped)
+        return self._entry(key, f"the picture {self._picture(item).origin}")[LATENT]
 
     def _cell_weights(self, items: Sequence[Item], latents_BCHW: Tensor) -> Tensor | None:
         """Weights (B, 1, H, W), ones for samples without a mask; None where none has one."""

@@ -54,6 +54,7 @@ class AdapterWeights:
 
     rank, alpha: as the recipe states them; their quotient is the scale of every pair, whatever a pair's own rank is.
     lengths: of DoRA: to what each row of W + scale * B @ A is brought, (N) for every module; empty: rows stay as they are.
+    subjects: ids of the people whom it shows, wherever it goes.
     Raises: AdapterError when there is no pair, the rank is not positive, alpha is zero or no number, or lengths are not
     those of the modules.
     """
@@ -62,6 +63,7 @@ class AdapterWeights:
     rank: int
     alpha: float
     lengths: Mapping[str, Tensor] = field(default_factory=dict)
+    subjects: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.pairs:

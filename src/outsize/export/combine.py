@@ -30,7 +30,7 @@ def combined(weighted: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights
     """
     if len(weighted) == 1 and weighted[0][1] != 0:
         ((one, weight),) = weighted
-        return AdapterWeights(one.pairs, one.rank, one.alpha * weight)
+        return AdapterWeights(one.pairs, one.rank, one.alpha * weight, subjects=one.subjects)
     parts: dict[str, list[LoraPair]] = {}
     for adapter, weight in weighted:
         if weight != 0:
@@ -49,7 +49,8 @@ def combined(weighted: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights
         raise AdapterError("every adapter has the weight 0, so nothing is left of them")
     pairs = {module: _stacked(several) for module, several in parts.items()}
     rank = max(pair.rank for pair in pairs.values())
-    return AdapterWeights(pairs, rank, float(rank))
+    subjects = frozenset[str]().union(*(one.subjects for one, _ in weighted))
+    return AdapterWeights(pairs, rank, float(rank), subjects=subjects)
 
 
 def _stacked(pairs: Sequence[LoraPair]) -> LoraPair:
@@ -90,7 +91,8 @@ def lowered(
     for module, pair in adapter.pairs.items():
         pairs[module], told[module] = _lower(pair, abs(adapter.scale), rank, energy)
     highest = max(pair.rank for pair in pairs.values())
-    return AdapterWeights(pairs, highest, adapter.scale * highest), told
+    weights = AdapterWeights(pairs, highest, adapter.scale * highest, subjects=adapter.subjects)
+    return weights, told
 
 
 def overall_error(told: Mapping[str, Lowered]) -> float:

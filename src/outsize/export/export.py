@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from outsize.weights.header import read_header
 if TYPE_CHECKING:
     from torch import Tensor
 
-METADATA_KEYS = ("base", "source", "recipe", "task", "base_key", "data", "step")
+METADATA_KEYS = ("base", "source", "recipe", "task", "base_key", "data", "step", "subjects")
 _CHUNK_ELEMENTS = 2**22  # of a delta compared at a time: 32 MB in float64
 # A hub id, a name with a variant, a digest: at most one slash inside, and nothing that could lead into a file system.
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)?")
@@ -66,13 +66,16 @@ def export_adapter(
     layouts: Sequence[Layout],
     target: Path,
     metadata: Mapping[str, str],
+    *,
+    release: Callable[[Path], None] | None = None,
 ) -> Exported:
     """Write an adapter in a dialect, whole or not at all, and prove that it reads back with the same deltas.
 
     target: a .safetensors file (replaced if it is there), or for a dialect of folders a folder that is not there yet.
     metadata: "base" (family.variant) and, where known, "source" (hub id of the base), "base_key" (digest of what it was
     prepared from, and how), "recipe" and "data" (their digests), "step" (updates) and "task" (PEFT's word for what the base
-    is used for); names only, never a path. Tensors keep their dtype: cast before for a smaller file.
+    is used for), "subjects" (pseudonyms of those whom it shows); names only, never a path. release: called with what was
+    written and proved, under its temporary name; what it raises keeps the adapter from its place. Tensors keep their dtype: cast before for a smaller file.
     Raises: AdapterError when a tensor is not finite, every delta is zero, a target or metadata value does not suit, the
     layouts do not cover a module, or the files do not read back as the adapter; RecipeError for an unknown dialect.
     """
@@ -94,6 +97,8 @@ def export_adapter(
         for path, file in zip(paths, files.values(), strict=True):
             _write(path, file)
         difference = _proven(adapter, dialect, layouts, paths)
+        if release is not None:
+            release(temporary)
     written = tuple(target / name for name in files) if dialect.is_folder else (target,)
     num_bytes = sum(path.stat().st_size for path in written)
     return Exported(written, num_bytes, len(adapter.pairs), silent, difference)

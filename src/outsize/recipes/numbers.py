@@ -17,6 +17,7 @@ _WITHOUT_EFFECT_ON_NUMBERS = (
     "previews",
     "track",
     "on_stall",
+    "people",
     "runs",
     "cache",
 )
@@ -25,8 +26,8 @@ _WITHOUT_EFFECT_ON_NUMBERS = (
 def numbers_digest(recipe: Section) -> str:
     """SHA-256 over a whole recipe, hexadecimal.
 
-    Left out: name, folders, placement, checkpoints, evaluate, compare, previews, track, on_stall, train.record, and train.steps (how
-    far, not how) unless the step size depends on it; and fields marked as Added where they are at their defaults, so that a run can be
+    Left out: name, folders, placement, checkpoints, evaluate, compare, previews, track, on_stall, people, train.record, and train.steps
+    (how far, not how) unless the step size depends on it; and fields marked as Added where they are at their defaults, so that a run can be
     resumed by a version that knows more of them.
     """
     kept = {

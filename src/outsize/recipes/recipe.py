@@ -20,6 +20,7 @@ from outsize.base.files import json_digest
 from outsize.recipes.adapter import AdapterChoice
 from outsize.recipes.data import DataChoice
 from outsize.recipes.numbers import numbers_digest
+from outsize.recipes.people import PeopleChoice
 from outsize.recipes.pictures import PictureChoice
 from outsize.recipes.saving import CheckpointChoice, EvaluateChoice
 from outsize.recipes.section import Added, AsTuple, Bytes, FilePath, Section, Text
@@ -198,6 +199,10 @@ class Recipe(Section):
         default="stop",
         description="When the card stops getting anywhere: save and stop, saying why; or go on in a fresh process from the last "
         "checkpoint.",
+    )
+    people: PeopleChoice = Field(
+        default_factory=PeopleChoice,
+        description="Whom the data show, and who asks; see `outsize registry`.",
     )
     runs: FilePath = Field(default=Path("runs"), description="Folder of run folders.")
     cache: FilePath | None = Field(

@@ -12,7 +12,7 @@ from outsize.base.errors import RecipeError
 from outsize.base.legal_basis import LegalBasis
 from outsize.base.pseudonyms import Kind, new_pseudonym, pseudonym_fault
 from outsize.registry.gate import add_derived
-from outsize.registry.ledger import Ledger
+from outsize.registry.ledger import Ledger, Open
 from outsize.registry.quarantine import Quarantined, quarantine
 from outsize.registry.records import Derived, Grant
 from outsize.registry.standing import (
@@ -107,11 +107,25 @@ def revoke(ledger: Ledger, subject: str) -> Revoked:
         is_new = subject not in standing.revoked or bool(standing.grants_of(subject))
         if is_new:
             opened.append(REVOCATION, {"subject": subject})
-        done = quarantine(paths_of(standing, subject))
-        moved = [asdict(one) for one in done if one.became != "gone"]
-        if moved:
-            opened.append(QUARANTINED, {"subject": subject, "paths": moved})
+        done = _quarantine(opened, standing, subject)
     return Revoked(is_new, done)
+
+
+def put_away(ledger: Ledger, subject: str) -> tuple[Quarantined, ...]:
+    """Put away what was derived from a subject who has revoked, and agreed to nothing since; nothing of anybody else."""
+    with ledger.opened() as opened:
+        standing = standing_of(opened.entries)
+        if subject not in standing.revoked or standing.grants_of(subject):
+            return ()
+        return _quarantine(opened, standing, subject)
+
+
+def _quarantine(opened: Open, standing: Standing, subject: str) -> tuple[Quarantined, ...]:
+    done = quarantine(paths_of(standing, subject))
+    told = [asdict(one) for one in done if one.became != "gone"]
+    if told:
+        opened.append(QUARANTINED, {"subject": subject, "paths": told})
+    return done
 
 
 def paths_of(standing: Standing, subject: str) -> list[Path]:

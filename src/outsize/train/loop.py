@@ -111,6 +111,7 @@ class Loop:
 
     begin_step: tells the placement that a step begins. losses: the loss of one micro-batch (step, place), with its
     graph. names_of: what a step learns from, to name it when it fails. identity: JSON that a checkpoint must share with the run that resumes it. watch: sees every report.
+    asks: called before each checkpoint is written, which what it raises prevents; saved: told of each that was.
     between: called after each step, once what has to be saved is saved, unless the run stops there. clock: None: where a
     step's seconds go is not measured. doing: told when a step begins, and when it has ended.
     """
@@ -128,6 +129,8 @@ class Loop:
     between: Callable[[StepReport], None] | None = None
     clock: StepClock | None = None
     doing: Callable[[Doing], None] | None = None
+    asks: Callable[[int], None] | None = None
+    saved: Callable[[Path], None] | None = None
     start: int = 0
 
     def run(self) -> Outcome:
@@ -200,6 +203,8 @@ class Loop:
 
     def save(self, step: int, reason: str) -> None:
         """Write a checkpoint of `step` finished updates."""
+        if self.asks is not None:
+            self.asks(step)
         started = time.perf_counter()
         tensors, skeleton = self.update.state()
         groups = {"adapter": _on_host(self.update.masters), "optimizer": tensors}
@@ -212,6 +217,8 @@ class Loop:
             {"optimizer": skeleton, "identity": dict(self.identity)},
         )
         path = save_checkpoint(self.checkpoints, checkpoint)
+        if self.saved is not None:
+            self.saved(path)
         prune_checkpoints(self.checkpoints, self.settings.checkpoints_kept)
         self.journal.write(
             "checkpoint", step=step, reason=reason, folder=path.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from outsize.app.tasks.protocol import (
@@ -43,6 +44,10 @@ class Pictures:
     def digest(self) -> str:
         """Of pictures, captions and the sets' settings."""
         return self.corpus.manifest.digest()
+
+    def cached(self) -> Iterator[Path]:
+        """Latents of all pictures, mirrored ones among them."""
+        return self.corpus.cached()
 
     def names_of(self, step: int) -> list[str]:
         """Files."""
@@ -151,11 +156,14 @@ class PictureTask:
         self, site: Site, run: RunFolder, asks: Sequence[Ask], *, with_adapter: bool
     ) -> Iterator[Sampled]:
         """Pictures, by the recipe's compare settings."""
+        from outsize.app.people import people_rendered
         from outsize.app.render import Shot, render, save_samples, settings_of
 
         shots = [Shot(one.prompt, one.seed) for one in asks]
         pictures = render(site, run, shots, settings_of(site), with_adapter=with_adapter)
-        for path in save_samples(run, shots, pictures):
+        paths = save_samples(run, shots, pictures)
+        people_rendered(site, run, with_adapter=with_adapter).note("sample", paths)
+        for path in paths:
             yield Sampled(path)
 
 

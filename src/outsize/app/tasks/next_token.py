@@ -122,10 +122,11 @@ class TextTask:
         self, site: Site, run: RunFolder, asks: Sequence[Ask], *, with_adapter: bool
     ) -> Iterator[Sampled]:
         """Answers, or texts gone on with, by the recipe's compare settings."""
+        from outsize.app.people import people_rendered
         from outsize.app.tasks.protocol import Sampled
         from outsize.app.write import Scribe, settings_of, write_with
 
-        scribe = Scribe(site)
+        scribe, people = Scribe(site), people_rendered(site, run, with_adapter=with_adapter)
         worded = [(scribe.worded(one.prompt), one.seed) for one in asks]
         settings = asdict(settings_of(site))
         folder = run.path / "samples"
@@ -141,6 +142,7 @@ class TextTask:
                 path.with_suffix(".json"),
                 said | {"has_ended": one.has_ended, "tokens": list(one.ids), **settings},
             )
+            people.note("sample", [path])
             yield Sampled(path, one.text)
 
 

@@ -6,7 +6,7 @@ Plans and commands ask for a task before torch is needed, so its module imports 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,6 +40,9 @@ class Corpus(Batches, Protocol):
 
     def digest(self) -> str:
         """Of all that is learned from: a checkpoint resumes only with the same."""
+
+    def cached(self) -> Iterable[Path]:
+        """Files that hold what samples were encoded to."""
 
     def names_of(self, step: int) -> list[str]:
         """What a step draws, in words that let a person find it; reads nothing."""
