@@ -14,6 +14,7 @@ from registry_support import NEAR, NOW, SUBJECT, Registry, grant_of
 from run_support import outsize, site_of, train_here, write_pictures, write_recipe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from text_run_support import write_text_recipe
 from tiny import write_tiny
 
 from outsize.app.adapter_files import read_adapter
@@ -22,6 +23,7 @@ from outsize.app.export import export_run, give, trained_adapter
 from outsize.app.merge import Order, merge
 from outsize.app.render import Shot, render, settings_of
 from outsize.app.resize import Target, resize_file
+from outsize.app.tasks.protocol import Ask, task_of
 from outsize.app.train import train
 from outsize.base.errors import ConsentMissing
 from outsize.base.journal import read_journal
@@ -151,6 +153,30 @@ def test_a_revocation_while_training_ends_it_at_the_next_checkpoint_and_nothing_
     assert (run.path / "checkpoints.quarantined" / "00000001").is_dir()
     with pytest.raises(ConsentMissing):
         train_here(recipe)
+
+
+def test_a_revocation_while_pictures_are_encoded_puts_their_latents_away(
+    registry: Registry, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are bound although nobody allows what they were made for."""
+    import outsize.app.encode as module
+
+    agree(registry)
+    recipe = recipe_of(tmp_path, model)
+    encode = module.cache_latents
+
+    def revoked_meanwhile(*args: Any, **options: Any) -> Any:
+        result = encode(*args, **options)
+        revoke(Ledger(registry.folder), SUBJECT)
+        return result
+
+    monkeypatch.setattr(module, "cache_latents", revoked_meanwhile)
+    with pytest.raises(ConsentMissing):
+        train_here(recipe)
+    latents = next(one for one in registry.gate.standing().derived if one.kind == "cache").items
+    assert len(latents) >= 2
+    assert not [one.path for one in latents if Path(one.path).exists()]
+    assert all(Path(f"{one.path}.quarantined").is_file() for one in latents)
 
 
 def test_a_term_that_runs_out_while_training_ends_it(
@@ -437,3 +463,36 @@ def test_a_head_that_knows_more_and_a_ledger_that_was_edited_are_told_by_verify(
     assert json.loads(edited.stdout)["faults"] == [
         "line 2 has another digest than its content: it was edited"
     ]
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+def test_texts_are_asked_for_as_pictures_are(registry: Registry, tmp_path: Path) -> None:
+    """The other task goes through a path of its own; it passes the same gate, at both ends."""
+    agree(registry)
+    recipe = write_text_recipe(
+        tmp_path, train={"steps": 2}, checkpoints={"every": 2}, people=PEOPLE,
+        previews={"every": 1, "prompts": ["a cat"]},
+    )  # fmt: skip
+    train_here(recipe)
+    asks = [Ask("a red cat", 1)]
+    with site_of(recipe) as (site, run):
+        task = task_of(site.recipe)
+        (made,) = task.sample(site, run, asks, with_adapter=True)
+        assert made.path.exists()
+        assert kinds(registry)[-2:] == [
+            ("render", "request", "granted"),
+            ("render", "release", "granted"),
+        ]
+        assert ("render", "request", "granted") in kinds(registry)[:-2], "previews ask as well"
+        told = revoke(Ledger(registry.folder), SUBJECT)
+        assert str(run.path / "samples") in {one.path for one in told.quarantined}
+        shutil.copytree(run.path / "checkpoints.quarantined", run.checkpoints)
+        with pytest.raises(ConsentMissing):
+            list(task.sample(site, run, asks, with_adapter=True))
+        with pytest.raises(ConsentMissing):
+            task.compare(site, run)
+        assert not list(run.path.glob("compare/*"))
+        assert not list(run.path.glob("samples/*"))
+        assert list(task.sample(site, run, asks, with_adapter=False)), "the base shows nobody"

@@ -73,11 +73,15 @@ class People:
         )
         self._require(Request(self.subjects, self.requester, purpose, "release", derived, about))
 
-    def note(self, kind: Kind, paths: Sequence[Path]) -> None:
-        """Bind files that were let out, once they lie where they stay."""
+    def bind(self, kind: Kind, items: Iterable[Item]) -> None:
+        """Bind what is there to those whom it shows, whatever they say of it."""
         if self.subjects:
-            items = tuple(item for path in paths for item in items_of(path))
-            acts.note(self.gate.ledger, Derived(kind, self.subjects, items))
+            acts.note(self.gate.ledger, Derived(kind, self.subjects, tuple(items)))
+
+    def note(self, kind: Kind, paths: Sequence[Path]) -> None:
+        """Bind files by what they hold and where they lie."""
+        if self.subjects:  # else nothing is read for it
+            self.bind(kind, (item for path in paths for item in items_of(path)))
 
     def put_away(self) -> None:
         """Quarantine what was derived from those of them who have revoked."""

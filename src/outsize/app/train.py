@@ -160,7 +160,8 @@ def _corpus(site: Site, run: RunFolder, task: Task, people: People) -> Corpus:
     people.begin("train")
     people.release("train", "run", items_of_run(run))
     corpus = task.corpus(site)
-    people.release("train", "cache", (Item(place_of(one)) for one in corpus.cached()))
+    people.bind("cache", (Item(place_of(one)) for one in corpus.cached()))
+    people.release("train")
     site.waypoints.mark("corpus ready")
     return corpus
 
