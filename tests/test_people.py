@@ -27,6 +27,7 @@ from outsize.app.tasks.protocol import Ask, task_of
 from outsize.app.train import train
 from outsize.base.errors import ConsentMissing
 from outsize.base.journal import read_journal
+from outsize.cli.main import main
 from outsize.recipes.load import load_recipe
 from outsize.registry.acts import add_party, add_subject, give_grant, revoke
 from outsize.registry.ledger import Ledger
@@ -429,13 +430,15 @@ def test_the_commands_from_the_first_grant_to_the_last_word(model: Path, tmp_pat
 
 
 @pytest.mark.usefixtures("registry")
-def test_binding_a_file_afterwards_is_binding_it_once(model: Path, tmp_path: Path) -> None:
+def test_binding_a_file_afterwards_is_binding_it_once(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An adapter of nobody knows whom becomes somebody's, wherever it lies then."""
     recipe = recipe_of(tmp_path, model, people={"requester": NEAR})
     _, run = train_here(recipe)
     for told in ("1 of 1 were", "0 of 1 were"):
-        done = outsize("registry", "bind", SUBJECT, run.path)
-        assert told in done.stdout, done.stderr
+        assert main(["registry", "bind", SUBJECT, str(run.path)]) == 0
+        assert told in capsys.readouterr().out
     shutil.copytree(run.path, tmp_path / "moved")
     with pytest.raises(ConsentMissing) as caught:
         export_run(load_recipe(recipe), RunFolder(tmp_path / "moved"), "peft", tmp_path / "out")
@@ -443,26 +446,21 @@ def test_binding_a_file_afterwards_is_binding_it_once(model: Path, tmp_path: Pat
 
 
 def test_a_head_that_knows_more_and_a_ledger_that_was_edited_are_told_by_verify(
-    registry: Registry, tmp_path: Path
+    registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledger = Ledger(registry.folder)
-    head = tmp_path / "head.json"
-    assert outsize("registry", "head", "--out", head).returncode == 0
+    ledger, head = Ledger(registry.folder), tmp_path / "head.json"
+    assert main(["registry", "head", "--out", str(head)]) == 0
     whole, kept = ledger.path.read_bytes(), ledger.head_path.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    ledger.path.write_bytes(b"".join(lines[:1]))
+    ledger.path.write_bytes(whole.splitlines(keepends=True)[0])
     ledger.head_path.unlink()
-    assert outsize("registry", "verify").returncode == 0, "by itself it cannot be told"
-    cut = outsize("registry", "verify", "--head", head)
-    assert cut.returncode == 6
-    assert "the end was cut off" in cut.stderr
+    assert main(["registry", "verify"]) == 0, "by itself it cannot be told"
+    assert main(["registry", "verify", "--head", str(head)]) == 6
+    assert "the end was cut off" in capsys.readouterr().err
     ledger.path.write_bytes(whole.replace(b"consent", b"licence"))
     ledger.head_path.write_bytes(kept)
-    edited = outsize("registry", "verify", "--json")
-    assert edited.returncode == 6
-    assert json.loads(edited.stdout)["faults"] == [
-        "line 2 has another digest than its content: it was edited"
-    ]
+    assert main(["registry", "verify", "--json"]) == 6
+    told = json.loads(capsys.readouterr().out)
+    assert told["faults"] == ["line 2 has another digest than its content: it was edited"]
 
 
 # --- texts ---------------------------------------------------------------------------------------
