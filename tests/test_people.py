@@ -152,8 +152,9 @@ def test_a_revocation_while_training_ends_it_at_the_next_checkpoint_and_nothing_
     assert run.state == "failed"
     assert not run.checkpoints.exists()
     assert (run.path / "checkpoints.quarantined" / "00000001").is_dir()
-    with pytest.raises(ConsentMissing):
-        train_here(recipe)
+    for people in (PEOPLE, {"subjects": [], "requester": NEAR}):
+        with pytest.raises(ConsentMissing):  # its place stays bound, whatever a recipe says by then
+            train_here(recipe_of(tmp_path, model, people=people))
 
 
 def test_a_revocation_while_pictures_are_encoded_puts_their_latents_away(

@@ -146,7 +146,7 @@ def shown_by_run(run: RunFolder) -> set[str]:
     """Whom a run's adapter shows: as its newest checkpoint says, and as the registry knows it."""
     checkpoint, _ = newest_checkpoint(run.checkpoints)
     if checkpoint is None:
-        return default_gate().standing().shown_in(paths=[run.path])
+        return default_gate().standing().shown_in(paths=[run.checkpoints])
     return {*read_values(checkpoint)["identity"].get(STATED, ()), *shown_in(checkpoint)}
 
 

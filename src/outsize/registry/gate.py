@@ -70,7 +70,10 @@ class Gate:
         if denied:
             said = "; ".join(dict.fromkeys(f"[{one.code}] {one.text}" for one in denied))
             codes = tuple(dict.fromkeys(one.code for one in denied))
-            raise ConsentMissing(f"there is no consent to {request.purpose}: {said}", codes=codes)
+            raise ConsentMissing(
+                f"there is no consent to {request.purpose}: {said}. `outsize registry list` shows who agreed to what",
+                codes=codes,
+            )
         return decisions
 
     def standing(self) -> Standing:
