@@ -65,6 +65,8 @@ def trained_adapter(
         "data": identity["manifest"],
         "step": str(checkpoint.step),
     }
+    if "provenance" in identity:
+        metadata["provenance"] = identity["provenance"]
     hub_id = None if Path(recipe.base.source).exists() else parse_hub_id(recipe.base.source)
     if hub_id is not None:
         metadata["source"] = hub_id.repo

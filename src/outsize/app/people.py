@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outsize.app.contents import items_of, stated_subjects, tensor_files, tensors_digest
+from outsize.app.provenance import told_provenance
 from outsize.base.files import parse_json
 from outsize.registry import acts
 from outsize.registry.gate import Gate, Request, default_gate
@@ -36,12 +37,16 @@ def _silent(_event: str, /, **_values: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class People:
-    """Those whom one piece of work shows, and who asks. tell: writes events to the work's journal."""
+    """Those whom one piece of work shows, and who asks. tell: writes events to the work's journal.
+
+    provenance: digest of what is stated of the data that it learns from.
+    """
 
     subjects: tuple[str, ...]
     requester: str | None
     tell: Callable[..., None] = _silent
     gate: Gate = field(default_factory=default_gate)
+    provenance: str | None = None
 
     def begin(self, purpose: Purpose, **about: Any) -> None:
         """Say whom the work shows, and ask to begin it.
@@ -111,11 +116,18 @@ def people_in(
 
 
 def people_trained(site: Site, run: RunFolder) -> People:
-    """Those whom a training shows: by its recipe, its base, the adapter that it begins from, and what its run has already."""
+    """Those whom a training shows: by its recipe, its data, its base, the adapter that it begins from, and what its run has.
+
+    Raises: SourceError when data were edited after it was stated where they come from.
+    """
+    stated = told_provenance(site)
     start = site.recipe.adapter.start
     begun = set() if start is None else shown_in(start)
     shown = {*site.recipe.people.subjects, *begun, *shown_by_run(run)}
-    return people_in(site.recipe, shown, site.journal.write)
+    if stated is None:
+        return people_in(site.recipe, shown, site.journal.write)
+    people = people_in(site.recipe, {*shown, *stated.subjects}, site.journal.write)
+    return replace(people, provenance=stated.digest)
 
 
 def people_rendered(site: Site, run: RunFolder, *, with_adapter: bool) -> People:

@@ -206,7 +206,9 @@ def _identity(site: Site, manifest: str, people: People) -> dict[str, Any]:
         "base": site.stores.key(BASE),
         "adapter": adapter_identity(site.recipe),
         "computed_by": _computed_by(site),
+        # these two may be stated better meanwhile
         **({STATED: list(people.subjects)} if people.subjects else {}),
+        **({} if people.provenance is None else {"provenance": people.provenance}),
     }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outsize.base.files import write_atomically
+from outsize.cli._data_manifest import manifest
 from outsize.cli._site import OfflineOption, RecipeArgument
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(help="Look at what a recipe learns from.", no_args_is_help=True)
     group.command("preview")(preview)
     group.command("check")(check)
+    group.command("manifest")(manifest)
     app.add_typer(group, name="data")
 
 
@@ -68,6 +70,7 @@ def check(
     offline: OfflineOption = False,
 ) -> int:
     """List all that a recipe would be trained on, with what is odd about it, and draw a contact sheet of its pictures."""
+    from outsize.app.provenance import checked
     from outsize.app.tasks.protocol import task_of
     from outsize.cli._progress import open_progress
     from outsize.cli._site import recipe_and_run
@@ -77,16 +80,19 @@ def check(
     task.require(chosen)
     with open_progress() as progress:
         made = task.check(chosen, pictures, offline=offline, progress=progress)
+    provenance, stated = checked(chosen)
     drawn = None
     if made.sheet is not None:
         drawn = sheet or run.path / "data" / "contact-sheet.png"
         drawn.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(drawn, made.sheet)
     if as_json:
-        shown = {**made.facts, "sheet": None if drawn is None else str(drawn)}
+        drawn_at = None if drawn is None else str(drawn)
+        shown = {**made.facts, "provenance": stated, "sheet": drawn_at}
         print(json.dumps(shown, indent=2, ensure_ascii=False))
     else:
         print_checked(made)
+        print(provenance)
         if drawn is not None:
             print(f"contact sheet: {drawn}")
     if made.fault is not None:

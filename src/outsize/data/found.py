@@ -100,7 +100,7 @@ def masks_below(folder: Path, findings: Findings) -> dict[str, Origin]:
         return {}
     found: dict[str, Origin] = {}
     for name, path in files_below(folder).items():
-        if extension_of(name) not in PICTURE_EXTENSIONS:
+        if not is_picture(name):
             continue
         if stem_of(name) in found:
             findings.warnings.append(f"{path}: a second mask of that name is not used")
@@ -111,6 +111,11 @@ def masks_below(folder: Path, findings: Findings) -> dict[str, Origin]:
 def extension_of(name: str) -> str:
     """A file name's ending with its dot, in small letters."""
     return PurePosixPath(name).suffix.lower()
+
+
+def is_picture(name: str) -> bool:
+    """Whether a file is named as a picture that is read."""
+    return extension_of(name) in PICTURE_EXTENSIONS
 
 
 def stem_of(name: str) -> str:

@@ -53,11 +53,11 @@ def scan(
     if facts_file and scanning.new:
         add_facts(facts_file, scanning.new)
     if scanning.faults:
-        raise SourceError(_list_faults(scanning.faults, leaves_out_broken=leaves_out_broken))
+        raise SourceError(list_faults(scanning.faults, leaves_out_broken=leaves_out_broken))
     pictures = tuple(scanning.pictures)
     if not pictures:
         scanning.faults += [f"{one.origin}: {one.reason}" for one in scanning.left_out]
-        raise SourceError(_list_faults(scanning.faults, leaves_out_broken=leaves_out_broken))
+        raise SourceError(list_faults(scanning.faults, leaves_out_broken=leaves_out_broken))
     warnings = (*scanning.warnings, *_duplicates(pictures))
     return Manifest(tuple(sets), pictures, warnings, tuple(scanning.left_out))
 
@@ -212,7 +212,8 @@ def _duplicates(pictures: Sequence[Picture]) -> Iterator[str]:
 _OR_LEAVE_OUT = "; `data.broken: leave_out` trains without pictures that cannot be read"
 
 
-def _list_faults(faults: Sequence[str], *, leaves_out_broken: bool) -> str:
+def list_faults(faults: Sequence[str], *, leaves_out_broken: bool) -> str:
+    """All faults as one message."""
     noun = "fault" if len(faults) == 1 else "faults"
     lines = "\n".join(f"  {fault}" for fault in faults)
     return (

@@ -21,7 +21,7 @@ ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt")
 
 # What a dataset folder holds beside its data.
 _NOT_DATA = re.compile(
-    r"(dataset_infos?|dataset_dict|state|config|metadata)\.json|cache-.*\.arrow|(readme|license).*\.txt",
+    r"(dataset_infos?|dataset_dict|state|config|metadata)\.json|provenance\.jsonl|cache-.*\.arrow|(readme|license).*\.txt",
     re.IGNORECASE,
 )
 _SHARD = re.compile(r"(.+?)-\d+-of-\d+(-[0-9a-f]+)?")  # older shards end in a digest
@@ -65,7 +65,7 @@ def find_files(path: Path, split: str) -> tuple[Path, ...]:
         return (path,)
     if not path.is_dir():
         raise SourceError(f"{path}: there is no such file or folder")
-    names = sorted(_names(path))
+    names = sorted(data_files(path))
     if not names:
         raise SourceError(f"{path}: holds no file that is read ({' '.join(ENDINGS)})")
     by_split: dict[str | None, list[str]] = {}
@@ -119,8 +119,8 @@ def place_of(path: Path, number: int) -> str:
     return f"{path}: {noun} {number}"
 
 
-def _names(folder: Path) -> Iterator[str]:
-    """Data files at any depth, but hidden ones and those in hidden folders."""
+def data_files(folder: Path) -> Iterator[str]:
+    """Names of data files at any depth, but hidden ones and those in hidden folders."""
     for path in folder.rglob("*"):
         relative = path.relative_to(folder)
         is_hidden = any(part.startswith(".") for part in relative.parts)

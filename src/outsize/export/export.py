@@ -39,7 +39,17 @@ from outsize.weights.header import read_header
 if TYPE_CHECKING:
     from torch import Tensor
 
-METADATA_KEYS = ("base", "source", "recipe", "task", "base_key", "data", "step", "subjects")
+METADATA_KEYS = (
+    "base",
+    "source",
+    "recipe",
+    "task",
+    "base_key",
+    "data",
+    "step",
+    "subjects",
+    "provenance",
+)
 _CHUNK_ELEMENTS = 2**22  # of a delta compared at a time: 32 MB in float64
 # A hub id, a name with a variant, a digest: at most one slash inside, and nothing that could lead into a file system.
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)?")
@@ -74,7 +84,7 @@ def export_adapter(
     target: a .safetensors file (replaced if it is there), or for a dialect of folders a folder that is not there yet.
     metadata: "base" (family.variant) and, where known, "source" (hub id of the base), "base_key" (digest of what it was
     prepared from, and how), "recipe" and "data" (their digests), "step" (updates) and "task" (PEFT's word for what the base
-    is used for), "subjects" (pseudonyms of those whom it shows); names only, never a path. release: called with what was
+    is used for), "subjects" (pseudonyms of those whom it shows), "provenance" (digest of what is stated of the data); names only, never a path. release: called with what was
     written and proved, under its temporary name; what it raises keeps the adapter from its place. Tensors keep their dtype: cast before for a smaller file.
     Raises: AdapterError when a tensor is not finite, every delta is zero, a target or metadata value does not suit, the
     layouts do not cover a module, or the files do not read back as the adapter; RecipeError for an unknown dialect.

@@ -23,12 +23,15 @@ from outsize.app.tasks.protocol import (
 from outsize.base.errors import SourceError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from outsize.adapters.adapter import Adapter
     from outsize.app.losses import Losses
     from outsize.app.site import Site
     from outsize.app.tasks.protocol import Corpus
     from outsize.base.progress import Progress
     from outsize.data import batches as data
+    from outsize.data.provenance import Traced
     from outsize.devices.protocol import Device
     from outsize.layers.model import FrozenModel
     from outsize.recipes.recipe import Recipe
@@ -85,6 +88,18 @@ class PictureTask:
         missing = ", ".join(missing_places(recipe))
         if missing:
             raise SourceError(f"{missing}; put it there, or correct data.sets in the recipe")
+
+    def traced(self, recipe: Recipe) -> tuple[Traced, ...]:
+        """Each picture."""
+        from outsize.app.tracing import traced_pictures
+
+        return traced_pictures(recipe)
+
+    def traced_in(self, folder: Path) -> tuple[Traced, ...]:
+        """Each picture."""
+        from outsize.app.tracing import pictures_in
+
+        return pictures_in(folder)
 
     def preview(
         self, recipe: Recipe, num_samples: int, *, offline: bool, progress: Progress

@@ -10,6 +10,8 @@ from outsize.base.errors import SourceError
 from outsize.base.files import write_atomically, write_json_atomically
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from outsize.adapters.adapter import Adapter
     from outsize.app.site import Site
     from outsize.app.tasks.protocol import (
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from outsize.app.text_corpus import Texts
     from outsize.app.text_losses import TextBatches, TextLosses
     from outsize.base.progress import Progress
+    from outsize.data.provenance import Traced
     from outsize.devices.protocol import Device
     from outsize.layers.model import FrozenModel
     from outsize.recipes.recipe import Recipe
@@ -60,6 +63,18 @@ class TextTask:
                 f"no such file or folder of texts: {', '.join(missing)}; put them there, or correct data.sets in the recipe"
             )
 
+    def traced(self, recipe: Recipe) -> tuple[Traced, ...]:
+        """Each file of texts."""
+        from outsize.app.tracing import traced_texts
+
+        return traced_texts(recipe)
+
+    def traced_in(self, folder: Path) -> tuple[Traced, ...]:
+        """Each file of texts."""
+        from outsize.app.tracing import texts_in
+
+        return texts_in(folder)
+
     def preview(
         self, recipe: Recipe, num_samples: int, *, offline: bool, progress: Progress
     ) -> Preview:
@@ -72,6 +87,8 @@ class TextTask:
         self, recipe: Recipe, num_shown: int, *, offline: bool, progress: Progress
     ) -> Checked:
         """What a preview counts."""
+        from outsize.app.tasks.protocol import Checked
+
         del num_shown  # of texts there is no sheet
         made = self.preview(recipe, 0, offline=offline, progress=progress)
         table = made.table

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from outsize.adapters.adapter import Adapter
     from outsize.app.site import Site
     from outsize.base.progress import Progress
+    from outsize.data.provenance import Traced
     from outsize.devices.protocol import Device
     from outsize.layers.model import FrozenModel
     from outsize.recipes.recipe import Recipe
@@ -183,6 +184,15 @@ class Task(Protocol):
 
         Raises: SourceError naming all of it.
         """
+
+    def traced(self, recipe: Recipe) -> tuple[Traced, ...]:
+        """Each thing that the recipe learns from and of which it is stated where it comes from; none of them is opened.
+
+        Raises: SourceError naming what is wrong with the places that the recipe names.
+        """
+
+    def traced_in(self, folder: Path) -> tuple[Traced, ...]:
+        """The same, of a folder that no recipe speaks of; nothing where it is another task's."""
 
     def preview(
         self, recipe: Recipe, num_samples: int, *, offline: bool, progress: Progress
