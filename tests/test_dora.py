@@ -172,7 +172,7 @@ def test_lengths_begin_as_those_of_the_decoded_rows_and_stay_fp32_where_products
         assert adapter.parameters()[f"{path}.lora_A"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "dora"])
 def test_traced_blocks_give_the_bits_of_blocks_run_operation_by_operation(
     base: TinyBase, kind: Literal["lora", "dora"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

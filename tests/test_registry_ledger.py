@@ -61,6 +61,7 @@ def is_found(registry: Registry, content: bytes) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_every_edit_of_a_single_byte_is_found(written: Registry) -> None:
     """Each byte, with one bit of it flipped, and made a line feed: none passes."""
     whole = written.ledger.path.read_bytes()

@@ -89,6 +89,7 @@ def hanging(folder: Path, *, at: int, where: str) -> dict[str, str]:
     return environment() | own
 
 
+@pytest.mark.slow
 def test_a_hung_training_ends_with_its_own_code_and_the_last_checkpoint_stands(
     model: Path, tmp_path: Path
 ) -> None:

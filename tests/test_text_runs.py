@@ -223,7 +223,10 @@ def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return found
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(
+    "family",
+    [one if one == "gemma4" else pytest.param(one, marks=pytest.mark.slow) for one in NAMES],
+)
 def test_an_exported_adapter_writes_in_transformers_and_peft_what_it_writes_here(
     models: dict[str, Path], trained: dict[str, Path], family: str, tmp_path: Path
 ) -> None:

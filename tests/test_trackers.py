@@ -143,6 +143,7 @@ def test_numbers_of_events_are_named() -> None:
     assert scalars_of({"event": "stage", "seconds": 1.0}) == {}
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_back_what_was_journaled(model: Path, tmp_path: Path) -> None:
     """By TensorBoard's own reader, across a stop: what a resumed run takes again replaces what was there.
 

@@ -87,7 +87,9 @@ def test_streamed_equals_resident_bit_for_bit(kind: str, model: Path, tmp_path: 
     assert "averaged.safetensors" in names
 
 
-@pytest.mark.parametrize("kind", RESUMED)
+@pytest.mark.parametrize(
+    "kind", [RESUMED[0], *(pytest.param(one, marks=pytest.mark.slow) for one in RESUMED[1:])]
+)
 def test_resume_gives_the_same_bytes_as_an_unbroken_run(
     kind: str, model: Path, tmp_path: Path
 ) -> None:

@@ -281,6 +281,7 @@ def test_how_a_training_failed_is_its_last_word(made: Made) -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_training_on_a_processor_is_watched_to_its_end(tmp_path: Path) -> None:
     """A real run folder, read without torch."""
     recipe = write_recipe(tmp_path)
