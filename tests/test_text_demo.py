@@ -442,5 +442,5 @@ def test_the_whole_demo_learns_the_language_of_plays_and_keeps_that_of_today(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     scores = json.loads(done.stdout.splitlines()[-1])["scores"]
     assert scores["adapter"] < 0.85 * scores["base"]
-    assert scores["control_after"] < 1.1 * scores["control_before"]
+    assert scores["control_after"] < 1.15 * scores["control_before"]
     assert not zipfile.is_zipfile(tmp_path / "out" / "wheels")
