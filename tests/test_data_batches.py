@@ -207,3 +207,20 @@ def test_embeddings_of_different_lengths_in_one_batch_are_an_error_that_says_so(
     cache_texts(training_texts(manifest, 0.4), cache, Ragged().open_text, ragged)
     with pytest.raises(RecipeError, match="cannot be stacked"):
         first_batches(corpus_of(parts, text_inputs=(ragged,), caption_dropout=0), 40)
+
+
+def test_steps_are_told_apart_by_the_resolutions_that_they_draw(parts: Parts) -> None:
+    """What a step takes depends on them: a pace is taken for each, and what is drawn must be what is told."""
+    manifest, _, cache = parts
+    samples = samples_of(manifest, [16, 32], 8)
+    encoders = CountingEncoders()
+    cache_latents(manifest, samples, cache, encoders.open_image, LATENT_INPUTS)
+    corpus = corpus_of((manifest, samples, cache))
+    found = set()
+    for step in range(20):
+        drawn = (corpus.batch(step, place).latents_BCHW.shape for place in range(2))
+        # latents are an eighth of a picture's sides, and pictures have at most as many pixels as a square
+        sides = (32 if (shape[-1] * shape[-2]) * 64 > 16 * 16 else 16 for shape in drawn)
+        assert corpus.resolutions_of(step) == tuple(sorted(sides))
+        found.add(corpus.resolutions_of(step))
+    assert found == {(16, 16), (16, 32), (32, 32)}

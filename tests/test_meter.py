@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from run_support import checkpoint_bytes, train_here, write_recipe
+from run_support import checkpoint_bytes, site_of, train_here, write_recipe
 from tiny import write_tiny
 
 from outsize.app.meter import MeteredPlacement, StepMeter
+from outsize.app.train import _Pace
 from outsize.base.journal import read_journal
 from outsize.base.provenance import code_digest, provenance
-from outsize.train.loop import Split
+from outsize.train.loop import Split, StepReport
 
 
 class Queue:
@@ -152,3 +153,22 @@ def test_the_digest_of_the_code_is_of_its_content(monkeypatch: pytest.MonkeyPatc
     assert code_digest() != before
     code_digest.cache_clear()
     assert provenance()["libraries"]["numpy"]
+
+
+class Sizes:
+    """A corpus of two sizes, in turn."""
+
+    def sizes_of(self, step: int) -> tuple[int, ...]:
+        return (512,) if step % 2 else (1024,)
+
+
+def test_a_pace_of_two_sizes_is_the_mean_of_both_whatever_one_step_took(tmp_path: Path) -> None:
+    """Plans count the mean over resolutions: a median over all steps would be one size's alone."""
+    with site_of(write_recipe(tmp_path)) as (site, _):
+        pace: Any = _Pace(site, Sizes())  # type: ignore[arg-type]  # all that a pace asks of a corpus
+        assert pace.step_s() is None
+        for step in range(1, 26):
+            seconds = 300.0 if step == 14 else 4.0 if step % 2 else 1.0
+            pace.see(StepReport(step, 25, 0.5, 0.1, 1e-4, seconds))
+    # twenty are counted, ten of each size; the one that took long is one of ten, and no median
+    assert pace.step_s() == (4.0 + 1.0) / 2

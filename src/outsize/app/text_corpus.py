@@ -67,6 +67,10 @@ class Texts:
         """File and row of every document."""
         return self.corpus.places_of(step)
 
+    def sizes_of(self, _step: int) -> tuple[int, ...]:
+        """Rows are alike."""
+        return ()
+
     def batch(self, step: int, place: int) -> TextBatch:
         """Packed rows."""
         return self.corpus.batch(step, place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ _FEWEST_STEPS = 3  # from which a median says something
 class Trained:
     """How a training ended. step: updates done; resumed_at: where it took up, 0 for a fresh start.
 
-    step_s: median seconds of the steps after the watched first ones; boot_s: from the process's beginning to the end of
+    step_s: seconds of the steps after the watched first ones, the median of each size; boot_s: from the process's beginning to the end of
     the first step, preparing and caching left out. None: too few steps, or not counted from there. evaluated: what the
     task measured on data that was held out, base against adapter.
     """
@@ -106,7 +107,7 @@ def _train(
         begin_from_file_(site, run, adapter, initial)
         update = make_update(recipe, adapter, initial)
         adapter.shown = lambda: update.shown(recipe.checkpoints.weights)
-        pace, measured = _Pace(site), task.watch(site, model, adapter, corpus)
+        pace, measured = _Pace(site, corpus), task.watch(site, model, adapter, corpus)
         memory = MemoryMeter(site.device, site.journal)
         requests, clock = Requests(run), _clock(site, model)
         residency = Residency(site, model, adapter, update, requests)
@@ -169,9 +170,9 @@ def _corpus(site: Site, run: RunFolder, task: Task, people: People) -> Corpus:
 class _Pace:
     """How fast steps come: the first one ends the start, those that are watched more closely do not count."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
-        self._seconds: list[float] = []
+    def __init__(self, site: Site, corpus: Corpus) -> None:
+        self._site, self._corpus = site, corpus
+        self._reports: list[StepReport] = []
         self.last: StepReport | None = None
         self.boot_s: float | None = None
 
@@ -180,12 +181,17 @@ class _Pace:
         if self.last is None:
             self._end_start()
         self.last = report
-        self._seconds.append(report.seconds)
+        self._reports.append(report)
 
     def step_s(self) -> float | None:
-        """The median, once there are enough."""
-        counted = self._seconds[WATCHED_UPDATES:]
-        return statistics.median(counted) if len(counted) >= _FEWEST_STEPS else None
+        """The mean over all steps, each as long as the median of those of its size: what a plan expects of several sizes."""
+        counted = self._reports[WATCHED_UPDATES:]
+        if len(counted) < _FEWEST_STEPS:
+            return None
+        by_size = defaultdict(list)
+        for report in counted:
+            by_size[self._corpus.sizes_of(report.step - 1)].append(report.seconds)
+        return sum(len(one) * statistics.median(one) for one in by_size.values()) / len(counted)
 
     def _end_start(self) -> None:
         site = self._site

@@ -113,6 +113,12 @@ class Corpus:
         items = [item for place in places for item in self.schedule.micro_batch(step, place).items]
         return [str(self._picture(item).origin) for item in items]
 
+    def resolutions_of(self, step: int) -> tuple[int, ...]:
+        """The resolution of each of a step's micro-batches, the smallest first; reads nothing."""
+        places = range(self.schedule.accumulate)
+        first = (self.schedule.micro_batch(step, place).items[0] for place in places)
+        return tuple(sorted(self._samples[one.picture].resolution for one in first))
+
     def cached(self) -> Iterator[Path]:
         """Entries of all latents that there are, mirrored ones among them."""
         for sample in self._samples:

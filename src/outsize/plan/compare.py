@@ -25,8 +25,8 @@ class MeasuredRun:
     """What a run took.
 
     peaks: {stage: {"device", "private" or "host": bytes}}. "device" is the allocator's peak, without the driver's context;
-    "private" leaves out pinned memory, which the driver owns, and "host" is both. step_s: the median of the steps, None
-    when too few were taken. boot_s: from process start to the end of the first step, without the seconds of preparing and
+    "private" leaves out pinned memory, which the driver owns, and "host" is both. step_s: the mean over the steps, each as
+    long as the median of its size, None when too few were taken. boot_s: from process start to the end of the first step, without the seconds of preparing and
     caching, None when that says nothing. prepare_s: by slot.
     """
 

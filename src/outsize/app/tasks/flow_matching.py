@@ -56,6 +56,10 @@ class Pictures:
         """Files."""
         return self.corpus.pictures_of(step)
 
+    def sizes_of(self, step: int) -> tuple[int, ...]:
+        """Resolutions."""
+        return self.corpus.resolutions_of(step)
+
     def batch(self, step: int, place: int) -> data.Batch:
         """Latents and embeddings."""
         return self.corpus.batch(step, place)

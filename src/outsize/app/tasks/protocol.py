@@ -48,6 +48,9 @@ class Corpus(Batches, Protocol):
     def names_of(self, step: int) -> list[str]:
         """What a step draws, in words that let a person find it; reads nothing."""
 
+    def sizes_of(self, step: int) -> tuple[int, ...]:
+        """Equal for steps that take equally long, as far as what they draw decides that; reads nothing."""
+
 
 class Watch(Protocol):
     """What a task measures or shows beside training; it changes no bit of it."""
