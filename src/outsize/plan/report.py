@@ -84,7 +84,7 @@ def time_table(plan: Plan) -> Table:
         rows.append(("first start: compiling", times.compile_s, "kept for later starts"))
     rows += [(part.name, part.seconds, f"{part.why}; once") for part in times.prepare]
     rows.append(("step", step.seconds, _bound(plan)))
-    why = f"{times.num_steps} steps and a start; without preparing and caching"
+    why = f"{times.num_steps} steps and a start; without preparing, caching, previews and held-out losses"
     rows.append(("training", plan.training_s, why))
     cells = tuple((name, format_seconds(seconds), why) for name, seconds, why in rows)
     return Table("seconds", ("what", "time", "why"), cells)
