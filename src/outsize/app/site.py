@@ -32,6 +32,7 @@ from outsize.plan.names import TASKS, base_family
 from outsize.runs.checkpoint import all_checkpoints
 from outsize.runs.folder import RunFolder
 from outsize.runs.process import ProcessId
+from outsize.runs.right import Own, Right
 from outsize.weights.budget import trim_heap
 from outsize.weights.reading import StoreReader
 
@@ -50,7 +51,7 @@ class Site:
     """One recipe on one machine.
 
     ram_bytes: budget of host memory for preparing. offline: ask nothing of the network. waypoints: of the way to the first
-    step. worn: an adapter from files, which is sampled and compared in place of the run's own.
+    step. worn: an adapter from files, which is sampled and compared in place of the run's own. right: to write to the run.
     """
 
     recipe: Recipe
@@ -62,6 +63,7 @@ class Site:
     offline: bool = False
     waypoints: Waypoints = field(default_factory=Waypoints)
     worn: AdapterWeights | None = None
+    right: Right = field(default_factory=Own)
 
     _opened: dict[str, Store] = field(default_factory=dict, init=False)
 

@@ -24,7 +24,7 @@ from outsize.app.starting import begin_from_file_
 from outsize.app.tasks.protocol import Corpus, Table, Task, task_of
 from outsize.app.tracking import tracked
 from outsize.app.trained import adapter_identity
-from outsize.base.errors import ConsentMissing, RecipeError
+from outsize.base.errors import ConsentMissing, LeaseLost, RecipeError
 from outsize.base.files import write_json_atomically
 from outsize.base.provenance import provenance
 from outsize.layers.model import FrozenModel
@@ -74,11 +74,12 @@ def train(site: Site, run: RunFolder, watch: Callable[[StepReport], None]) -> Tr
             people.release("train", step=ended.step)
             trained = ended
     finally:
-        if trained is None:
-            error = sys.exception()
+        error = sys.exception()
+        if trained is None and not isinstance(error, LeaseLost):
             reason = {"error": type(error).__name__, "message": str(error)}
             run.set_state("failed", **reason)
             site.journal.write("failed", **reason)
+    site.right.require()
     run.set_state(trained.outcome, step=trained.step)
     site.journal.write(trained.outcome, step=trained.step)
     return trained
@@ -108,10 +109,9 @@ def _train(
         update = make_update(recipe, adapter, initial)
         adapter.shown = lambda: update.shown(recipe.checkpoints.weights)
         pace, measured = _Pace(site, corpus), task.watch(site, model, adapter, corpus)
-        memory = MemoryMeter(site.device, site.journal)
         requests, clock = Requests(run), _clock(site, model)
         residency = Residency(site, model, adapter, update, requests)
-        stalls = StallWatch(site, requests)
+        stalls, memory = StallWatch(site, requests), MemoryMeter(site.device, site.journal)
 
         def seen(report: StepReport) -> None:
             pace.see(report)
@@ -139,6 +139,7 @@ def _train(
             doing=stalls.doing,
             asks=lambda step: people.ask("train", step=step),
             saved=lambda path: people.note("checkpoint", [path]),
+            right=site.right,
         )
         resumed_at = _resume(site, run, loop, identity, task)
         # now that it is known to go with the checkpoints

@@ -16,6 +16,9 @@ class OutsizeError(Exception):
     """An error the user can act on; printed without a traceback. Raised as one of the classes below."""
 
     exit_code: ClassVar[int]
+    retries: ClassVar[int] = (
+        0  # how often a worker tries an order again that ended so: not, unless time may heal it
+    )
 
 
 class RecipeError(OutsizeError):
@@ -40,6 +43,7 @@ class StoreBroken(OutsizeError):  # noqa: N818
     """A prepared store, a cache entry or the registry is torn or was altered: prepare it again, or put back a copy."""
 
     exit_code = 6
+    retries = 1
 
 
 class FormatError(OutsizeError):
@@ -77,9 +81,17 @@ class MachineFault(OutsizeError):  # noqa: N818
     """The machine did not do what it promised: out of memory, no such device, a dead driver."""
 
     exit_code = 11
+    retries = 3
 
 
 class Stalled(OutsizeError):  # noqa: N818
     """The card stopped getting anywhere while training: what was saved can be resumed in a fresh process."""
 
     exit_code = 12
+    retries = 3
+
+
+class LeaseLost(OutsizeError):  # noqa: N818
+    """The order that this process worked at was given to another worker: nothing more is written."""
+
+    exit_code = 13

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outsize.dialects.protocol import AdapterWeights
     from outsize.recipes.recipe import Recipe
     from outsize.runs.folder import RunFolder
+    from outsize.runs.right import Right
 
 RecipeArgument = Annotated[
     Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)
@@ -94,7 +95,10 @@ def recipe_and_run(path: Path) -> tuple[Recipe, RunFolder]:
         return recipe_from_json(json.loads(text), origin=str(run.recipe)), run
     from outsize.plan.names import check_names
 
-    recipe = load_recipe(path)
+    if path.suffix == ".json":  # as a run folder holds it, and an order
+        recipe = recipe_from_json(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
+    else:
+        recipe = load_recipe(path)
     check_names(recipe, origin=str(path))
     return recipe, RunFolder(recipe.run_folder())
 
@@ -146,11 +150,13 @@ def open_site(
     host_ram: str | None = None,
     must_fit: bool = True,
     waypoints: Waypoints | None = None,
+    right: Right | None = None,
 ) -> Iterator[Site]:
     """A site whose progress goes to the terminal.
 
     The plan is made and judged before torch is imported. must_fit: refuse a recipe that does not fit the machine.
-    waypoints: of the way so far.
+    waypoints: of the way so far. right:
+    to write to the run, where a worker gave it.
     Raises: DoesNotFit; MachineFault when another process works in the run folder, or there is no card to limit.
     """
     from outsize.app.planning import plan_here, plan_on
@@ -170,7 +176,7 @@ def open_site(
     from outsize.base.units import parse_bytes
     from outsize.cli._progress import open_progress
 
-    opened, cap = open_limited(device, limit)
+    opened, cap = _taken(device, limit, right)
     waypoints.mark("device opened")
     plan = plan_on(recipe, opened, plan)
     if must_fit:
@@ -188,10 +194,21 @@ def open_site(
             waypoints=waypoints,
         ) as site,
     ):
+        site.right = right or site.right
         if cap is not None:
             site.progress.say(str(cap))
             site.journal.write("vram_limit", **cap.to_json())
         yield site
+
+
+def _taken(kind: str | None, limit: int | None, right: Right | None) -> tuple[Device, Cap | None]:
+    """The device as open_limited gives it; an order is told that its training waits, and when it need not any more."""
+    if right is None:
+        return open_limited(kind, limit)
+    right.say("waiting")
+    found = open_limited(kind, limit)
+    right.say("running")
+    return found
 
 
 def limit_bytes(text: str | None) -> int | None:

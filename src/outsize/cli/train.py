@@ -46,6 +46,7 @@ def train(
     from outsize.app.supervise import is_supervised, supervise
     from outsize.app.tasks.protocol import task_of
     from outsize.cli.report import reported
+    from outsize.runs.right import right_of
     from outsize.train.optimizers.protocol import require_optimizer
 
     waypoints = context.ensure_object(Waypoints)
@@ -60,6 +61,8 @@ def train(
         given = [word for name, value in asked.items() if value for word in (name, value)]
         again = ["train", str(recipe), *given, *["--offline"] * offline]
         return supervise(run, again, lambda text: print(text, file=sys.stderr, flush=True))
+    right = right_of()
+    right.say("preparing")
     with (
         open_site(
             chosen,
@@ -70,6 +73,7 @@ def train(
             vram_limit=vram_limit,
             host_ram=host_ram,
             waypoints=waypoints,
+            right=right,
         ) as site,
         reported(run),
     ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +43,13 @@ class Checkpoint:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint under `folder`; an equal step that is already there and verifies is kept."""
+def save_checkpoint(
+    folder: Path, checkpoint: Checkpoint, may_commit: Callable[[], None] = lambda: None
+) -> Path:
+    """Write a checkpoint under `folder`; an equal step that is already there and verifies is kept.
+
+    may_commit: called when all is written and nothing is named yet; what it raises leaves nothing behind.
+    """
     from safetensors.torch import save_file
 
     target = folder / f"{checkpoint.step:08d}"
@@ -63,6 +68,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
             digests[path.name] = file_digest(path)
         state = {"step": checkpoint.step, "digests": digests, "values": dict(checkpoint.values)}
         write_json_atomically(written / _STATE, state)
+        may_commit()
     return target
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,6 +20,7 @@ from outsize.adapters.health import HealthWatch, require_finite
 from outsize.base.journal import Journal
 from outsize.runs.checkpoint import Checkpoint, prune_checkpoints, save_checkpoint
 from outsize.runs.requests import Requests
+from outsize.runs.right import Own, Right
 from outsize.train.stalls import Doing
 from outsize.train.update import Update
 
@@ -113,7 +114,8 @@ class Loop:
     graph. names_of: what a step learns from, to name it when it fails. identity: JSON that a checkpoint must share with the run that resumes it. watch: sees every report.
     asks: called before each checkpoint is written, which what it raises prevents; saved: told of each that was.
     between: called after each step, once what has to be saved is saved, unless the run stops there. clock: None: where a
-    step's seconds go is not measured. doing: told when a step begins, and when it has ended.
+    step's seconds go is not measured. doing: told when a step begins, and when it has ended. right: asked
+    before a checkpoint is committed.
     """
 
     settings: LoopSettings
@@ -131,6 +133,7 @@ class Loop:
     doing: Callable[[Doing], None] | None = None
     asks: Callable[[int], None] | None = None
     saved: Callable[[Path], None] | None = None
+    right: Right = field(default_factory=Own)
     start: int = 0
 
     def run(self) -> Outcome:
@@ -206,6 +209,7 @@ class Loop:
         if self.asks is not None:
             self.asks(step)
         started = time.perf_counter()
+        self.right.say("saving")
         tensors, skeleton = self.update.state()
         groups = {"adapter": _on_host(self.update.masters), "optimizer": tensors}
         averaged = self.update.averaged()
@@ -216,10 +220,11 @@ class Loop:
             groups,
             {"optimizer": skeleton, "identity": dict(self.identity)},
         )
-        path = save_checkpoint(self.checkpoints, checkpoint)
+        path = save_checkpoint(self.checkpoints, checkpoint, self.right.require)
         if self.saved is not None:
             self.saved(path)
         prune_checkpoints(self.checkpoints, self.settings.checkpoints_kept)
+        self.right.say("running")
         self.journal.write(
             "checkpoint", step=step, reason=reason, folder=path.name,
             seconds=round(time.perf_counter() - started, 4),
