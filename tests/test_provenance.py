@@ -293,3 +293,14 @@ def stated_digest(folder: Path, model: Path, *more: str) -> str:
 
 def events_of(run: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.journal.read_text().splitlines()]
+
+
+def test_without_statements_all_faults_of_the_pictures_are_still_told_at_once(
+    folder: Path, model: Path
+) -> None:
+    """Looking for statements must not stop at captions before pictures were looked at."""
+    (folder / "pictures" / "00.txt").write_bytes(b"\xff\xfe\xff")
+    (folder / "pictures" / "01.png").write_bytes(b"torn")
+    with pytest.raises(SourceError) as caught:
+        train_here(write_recipe(folder, model=model))
+    assert "2 faults" in str(caught.value)

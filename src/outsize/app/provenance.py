@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from outsize.app.tasks.protocol import TASKS, Table, task_of
 from outsize.base.errors import SourceError
-from outsize.data.provenance import Provenance, Survey, Traced, is_begun, provenance_of, survey
+from outsize.data.provenance import (
+    Provenance,
+    Survey,
+    Traced,
+    home_of,
+    is_begun,
+    provenance_of,
+    survey,
+)
 from outsize.data.statements import PROVENANCE, STATED
 
 if TYPE_CHECKING:
@@ -35,10 +43,10 @@ def stated_of(recipe: Recipe) -> Provenance | None:
 
     Raises: SourceError naming every file that was edited since, and every line that is none.
     """
-    files = task_of(recipe).traced(recipe)
-    if not is_begun({one.folder for one in files}):
-        return None
-    surveys = survey(files)
+    task = task_of(recipe)
+    if not is_begun({home_of(one) for one in task.places(recipe)}):
+        return None  # before any caption is read: scanning tells all faults of the data at once
+    surveys = survey(task.traced(recipe))
     edited = [str(one.folder / name) for one in surveys for name in one.edited]
     if edited:
         raise SourceError(

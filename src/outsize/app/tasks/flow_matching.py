@@ -93,6 +93,10 @@ class PictureTask:
         if missing:
             raise SourceError(f"{missing}; put it there, or correct data.sets in the recipe")
 
+    def places(self, recipe: Recipe) -> tuple[Path, ...]:
+        """Of each set."""
+        return tuple(one.folder for one in recipe.pictures.sets)
+
     def traced(self, recipe: Recipe) -> tuple[Traced, ...]:
         """Each picture."""
         from outsize.app.tracing import traced_pictures

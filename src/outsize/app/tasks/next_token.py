@@ -63,6 +63,10 @@ class TextTask:
                 f"no such file or folder of texts: {', '.join(missing)}; put them there, or correct data.sets in the recipe"
             )
 
+    def places(self, recipe: Recipe) -> tuple[Path, ...]:
+        """Of each set."""
+        return tuple(one.path for one in recipe.texts.sets)
+
     def traced(self, recipe: Recipe) -> tuple[Traced, ...]:
         """Each file of texts."""
         from outsize.app.tracing import traced_texts

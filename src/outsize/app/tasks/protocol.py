@@ -188,6 +188,9 @@ class Task(Protocol):
         Raises: SourceError naming all of it.
         """
 
+    def places(self, recipe: Recipe) -> tuple[Path, ...]:
+        """Folders and files that the recipe's sets name."""
+
     def traced(self, recipe: Recipe) -> tuple[Traced, ...]:
         """Each thing that the recipe learns from and of which it is stated where it comes from; none of them is opened.
 
