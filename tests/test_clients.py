@@ -3,7 +3,7 @@
 diffusers and PEFT are run. ComfyUI and kohya's tools are programs, not libraries: the maps that they read files by are
 written out here, from names of original checkpoints that are spelt out apart from our layouts (tests/tiny.py). The networks
 of sd-scripts (48d368f, Flux.1) and musubi-tuner (30c658c, Flux.2) were run once by hand and took what these maps take: all
-linears of both kinds of block, no key missing or unexpected. ComfyUI's map was only read.
+linears of both kinds of block, no key unexpected, and of musubi-tuner none missing. ComfyUI's map was only read.
 """
 
 from __future__ import annotations
