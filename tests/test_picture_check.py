@@ -186,6 +186,7 @@ def test_memory_is_planned_for_the_largest_resolution_and_seconds_for_the_mean(
     assert any("2 resolutions: memory is for the largest" in note for note in several.notes)
 
 
+@pytest.mark.slow
 def test_what_outsize_sample_made_is_a_set_of_class_pictures(folder: Path, model: Path) -> None:
     """Prior preservation: pictures of the class, drawn by the base before training, with their prompts as captions."""
     before = write_recipe(folder, model=model, name="class", compare={"steps": 1})

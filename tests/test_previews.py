@@ -78,7 +78,8 @@ def test_a_run_with_previews_ends_with_the_same_bytes(
     assert list(_previews(run)) == [0, 2, 4, 5]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("resident", marks=pytest.mark.slow), "stream"])
+@pytest.mark.parametrize("kind", ["resident", "stream"])
+@pytest.mark.slow
 def test_previews_of_a_compiled_base_change_no_bit_and_compile_nothing(
     model: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,7 +157,7 @@ class Anything(RuleBasedStateMachine):
 
 
 Anything.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=30,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

@@ -79,6 +79,7 @@ def test_streamed_training_equals_resident_training_bit_for_bit(
     assert measured[0][0][2] > measured[0][-1][2], "eight steps teach something"
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_and_resumed_equals_an_unbroken_one(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

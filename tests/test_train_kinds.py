@@ -58,6 +58,11 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
 RESUMED = [name for name, one in KINDS.items() if "schedule" not in one["train"]]
 
 
+def _first_is_fast(names: list[str]) -> list[Any]:
+    """The first as it is, the others only with --slow."""
+    return [names[0], *(pytest.param(one, marks=pytest.mark.slow) for one in names[1:])]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("flux2", "tiny", tmp_path_factory.mktemp("model"))
@@ -71,7 +76,7 @@ def recipe_of(folder: Path, model: Path, kind: str, name: str, **changes: Any) -
     return write_recipe(folder, model=model, name=name, **sections)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", _first_is_fast(list(KINDS)))
 def test_streamed_equals_resident_bit_for_bit(kind: str, model: Path, tmp_path: Path) -> None:
     found = []
     for placement in ("resident", "stream"):
@@ -87,9 +92,7 @@ def test_streamed_equals_resident_bit_for_bit(kind: str, model: Path, tmp_path: 
     assert "averaged.safetensors" in names
 
 
-@pytest.mark.parametrize(
-    "kind", [RESUMED[0], *(pytest.param(one, marks=pytest.mark.slow) for one in RESUMED[1:])]
-)
+@pytest.mark.parametrize("kind", _first_is_fast(RESUMED))
 def test_resume_gives_the_same_bytes_as_an_unbroken_run(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
@@ -120,7 +123,9 @@ def test_a_falling_schedule_is_gone_on_with_after_a_stop(model: Path, tmp_path: 
     assert checkpoint_bytes(run) == expected
 
 
-@pytest.mark.parametrize("kind", ["dora, average, huber", "schedule-free, range of levels"])
+@pytest.mark.parametrize(
+    "kind", _first_is_fast(["dora, average, huber", "schedule-free, range of levels"])
+)
 def test_averaged_weights_are_used_unless_the_recipe_wants_raw_ones(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
